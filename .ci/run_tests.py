@@ -1,0 +1,144 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Run the linter and every test that needs no GPU, on each host, and add up the results.
+
+Called by `make test` with the Python of `.venv`, after `.ci/setup` made the environments:
+
+    .venv/bin/python .ci/run_tests.py --hosts 0.16.1 0.17.1 0.18.2 [--workers 2] [-- PYTEST ARGS]
+
+The last line printed is the plain total over all pytest runs; the exit status is 0 when nothing
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OLD_PYTHON = ROOT / ".venv-py311" / "bin" / "python"
+PYTEST_EXIT_CODES = {
+    2: "interrupted",
+    3: "internal error",
+    4: "usage error",
+    5: "no tests found",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run gave; `note` says why when it did not run or stopped early."""
+
+    name: str
+    result: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The caller's environment without what would leak into a test, one thread per process."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return {**kept, "OMP_NUM_THREADS": "1", **changes}
+
+
+def announce(name: str) -> None:
+    print(f"\n===== {name} =====", flush=True)
+
+
+def lint() -> Outcome:
+    """ruff's rules and its formatting, both always run."""
+    announce("ruff")
+    began = time.monotonic()
+    commands = (["check", "."], ["format", "--check", "."])
+    ruff = [sys.executable, "-m", "ruff"]
+    codes = [subprocess.run([*ruff, *command], cwd=ROOT).returncode for command in commands]
+    result = "FAILED" if any(codes) else "ok"
+    return Outcome("ruff", result, seconds=time.monotonic() - began)
+
+
+def read_counts(report: Path) -> tuple[int, int, int]:
+    """Passed, failed (errors included) and skipped, from pytest's JUnit report."""
+    passed = failed = skipped = 0
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        tests, skips = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+        faults = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        passed, failed, skipped = passed + tests - faults - skips, failed + faults, skipped + skips
+    return passed, failed, skipped
+
+
+def run_pytest(name: str, python: Path, args: Sequence[str], env: Mapping[str, str]) -> Outcome:
+    """One pytest run; one that stops without naming a failed test counts as one failure."""
+    announce(name)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *args]
+        code = subprocess.run(command, cwd=ROOT, env=dict(env)).returncode
+        passed, failed, skipped = read_counts(report) if report.is_file() else (0, 0, 0)
+    note = PYTEST_EXIT_CODES.get(code, "" if code in (0, 1) else f"exit status {code}")
+    if code and not failed:
+        failed, note = 1, note or "failed without a failed test"
+    result = "FAILED" if code else "ok"
+    return Outcome(name, result, passed, failed, skipped, time.monotonic() - began, note)
+
+
+def run_host(release: str, args: Sequence[str]) -> Outcome:
+    """The host tests on another Megatron-Core release."""
+    name = f"megatron-core {release}"
+    env = environment(MEGATRON_RESIDUALS_EXPECTED_HOST=release)
+    python = Path(sys.executable)
+    if release.startswith("0.16."):
+        python = OLD_PYTHON
+        if not python.exists():
+            return Outcome(name, "not run", note="no Python 3.10/3.11 found")
+    else:
+        env["PYTHONPATH"] = str(ROOT / ".venv" / "hosts" / f"mcore-{release}")
+    return run_pytest(name, python, ["-m", "host", "tests/mcore", *args], env)
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    print(f"\n{'run':<24}{'result':<9}{'passed':>8}{'failed':>8}{'skipped':>9}{'time':>8}")
+    for o in outcomes:
+        counts = f"{o.passed:>8}{o.failed:>8}{o.skipped:>9}"
+        if o.name == "ruff" or o.result == "not run":
+            counts = f"{'-':>8}{'-':>8}{'-':>9}"
+        print(f"{o.name:<24}{o.result:<9}{counts}{o.seconds:>6.0f} s  {o.note}".rstrip())
+
+
+def main() -> int:
+    """Run everything, whatever fails on the way; 0 when nothing did."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", nargs="*", default=[], help="releases beside the one in .venv")
+    parser.add_argument("--workers", default="2", help="processes of pytest-xdist, 0 for none")
+    parser.add_argument("pytest_args", nargs="*", help="handed to every pytest run, after --")
+    options = parser.parse_args()
+    args = ["-n", options.workers, "--dist", "loadfile", *options.pytest_args]
+
+    newest = version("megatron-core")
+    outcomes = [lint()]
+    env = environment(MEGATRON_RESIDUALS_EXPECTED_HOST=newest)
+    outcomes.append(run_pytest(f"megatron-core {newest}", Path(sys.executable), args, env))
+    outcomes += [run_host(release, args) for release in options.hosts]
+
+    print_table(outcomes)
+    passed = sum(outcome.passed for outcome in outcomes)
+    failed = sum(outcome.failed for outcome in outcomes)
+    skipped = sum(outcome.skipped for outcome in outcomes)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return int(any(outcome.result == "FAILED" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

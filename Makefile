@@ -1,0 +1,61 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+
+MAKEFLAGS += --no-print-directory
+
+# The Python that makes .venv (3.12 or newer); looked for when empty.
+PYTHON ?=
+# QUICK=1 makes `make demo` the short variant.
+QUICK ?=
+# Megatron-Core releases tested beside the newest one, which .ci/requirements/main.txt pins.
+HOSTS ?= 0.16.1 0.17.1 0.18.2
+# Processes that run tests side by side (0: none but pytest's own), and more arguments for pytest.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+venv_python := .venv/bin/python
+# Floors 0 to 2, the ones that mypy checks strictly.
+typed := $(addprefix megatron_residuals/,_version.py config.py depth.py pipeline functional planner kernels)
+
+.PHONY: help setup dev demo test check format clean distclean
+
+help:
+	@echo 'make demo       set everything up, train three small models on real text, draw the report'
+	@echo '                (QUICK=1: the short variant)'
+	@echo 'make test       set everything up, run the linter and all tests that need no GPU, on every host'
+	@echo "                (WORKERS=4, HOSTS='0.18.2', PYTEST_ARGS='-k name')"
+	@echo 'make dev        make the environments to work in: .venv and the other hosts'
+	@echo 'make check      linter, formatting and types, in seconds'
+	@echo 'make format     let the linter repair and format the code'
+	@echo 'make clean      remove caches and build output; make distclean: the environments too'
+	@echo 'PYTHON=/path/to/python3.12 names the Python for .venv; otherwise it is found.'
+
+setup:
+	@PYTHON='$(PYTHON)' .ci/setup main
+
+dev: setup
+	@PYTHON='$(PYTHON)' .ci/setup hosts $(HOSTS)
+	@echo 'ready: source .venv/bin/activate'
+
+demo: setup
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" QUICK='$(QUICK)' launch/demo.sh
+
+test: setup
+	@PYTHON='$(PYTHON)' .ci/setup hosts $(HOSTS)
+	@$(venv_python) .ci/run_tests.py --workers $(WORKERS) --hosts $(HOSTS) -- $(PYTEST_ARGS)
+
+check: setup
+	$(venv_python) -m ruff check .
+	$(venv_python) -m ruff format --check .
+	$(venv_python) -m mypy $(wildcard $(typed))
+
+format: setup
+	$(venv_python) -m ruff check --fix .
+	$(venv_python) -m ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-py311

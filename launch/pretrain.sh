@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+#
+# Pretrain a GPT with Megatron-Core, its residual connection replaced.
+#
+#   [VARIABLE=value ...] launch/pretrain.sh [-- MEGATRON_ARGS...]
+#
+#   RESIDUAL=mhc launch/pretrain.sh                        one node, 8 GPUs, mock data
+#   RESIDUAL=none launch/pretrain.sh                       the same launch with stock Megatron
+#   RESIDUAL=block_attnres DATA_PATH=/data/corpus TOKENIZER_MODEL=/data/tokenizer \
+#     NUM_NODES=4 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 launch/pretrain.sh
+#   DRY_RUN=1 RESIDUAL=mhc launch/pretrain.sh              print the command and stop
+#   DEVICE=cpu GPUS_PER_NODE=2 ... launch/pretrain.sh      ranks on this machine's CPU, over gloo
+#
+# Every ${NAME:-default} below is a variable to set. Arguments after -- come last and so win.
+set -euo pipefail
+
+usage() {
+  sed -n '/^# Pretrain/,/^# Every/s/^# \{0,1\}//p' "$0"
+}
+
+EXTRA_ARGS=()
+if (($#)); then
+  case "$1" in
+  --) EXTRA_ARGS=("${@:2}") ;;
+  -h | --help) usage && exit 0 ;;
+  *) echo "$0: got '$1'; settings are environment variables, arguments come after --" >&2 && exit 2 ;;
+  esac
+fi
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-python}
+ENTRY=${ENTRY:-$ROOT/examples/pretrain_gpt.py}
+DEVICE=${DEVICE:-gpu}
+RESIDUAL=${RESIDUAL:-residual}
+case "$DEVICE" in
+gpu | cpu) ;;
+*) echo "$0: DEVICE is '$DEVICE'; allowed: gpu, cpu" >&2 && exit 2 ;;
+esac
+
+# where the ranks run
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+NUM_NODES=${NUM_NODES:-1}
+DISTRIBUTED_ARGS=(--nproc_per_node "$GPUS_PER_NODE" --nnodes "$NUM_NODES")
+if ((NUM_NODES == 1)) && [[ -z ${MASTER_PORT:-} ]]; then
+  DISTRIBUTED_ARGS+=(--standalone) # takes a port that is free
+else
+  DISTRIBUTED_ARGS+=(
+    --node_rank "${NODE_RANK:-0}"
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-6000}"
+  )
+fi
+
+# the model
+SEQ_LENGTH=${SEQ_LENGTH:-4096}
+MODEL_ARGS=(
+  --num-layers "${NUM_LAYERS:-24}"
+  --hidden-size "${HIDDEN_SIZE:-2048}"
+  --ffn-hidden-size "${FFN_HIDDEN_SIZE:-5504}"
+  --num-attention-heads "${NUM_ATTENTION_HEADS:-16}"
+  --seq-length "$SEQ_LENGTH"
+  --max-position-embeddings "$SEQ_LENGTH"
+  --position-embedding-type rope
+  --normalization RMSNorm
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --attention-dropout 0
+  --hidden-dropout 0
+  --init-method-std "${INIT_STD:-0.02}"
+)
+
+# how it is trained
+TRAIN_ITERS=${TRAIN_ITERS:-10000}
+TRAINING_ARGS=(
+  --micro-batch-size "${MICRO_BATCH_SIZE:-1}"
+  --global-batch-size "${GLOBAL_BATCH_SIZE:-128}"
+  --train-iters "$TRAIN_ITERS"
+  --lr "${LR:-3e-4}"
+  --min-lr "${MIN_LR:-3e-5}"
+  --lr-decay-style cosine
+  --lr-warmup-iters "${LR_WARMUP_ITERS:-$((TRAIN_ITERS / 20))}"
+  --weight-decay 0.1
+  --adam-beta1 0.9
+  --adam-beta2 0.95
+  --clip-grad 1.0
+  --seed "${SEED:-1234}"
+)
+
+# how it is laid out over the ranks
+TP=${TP:-1}
+PP=${PP:-2}
+VPP=${VPP:-2}
+MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP")
+if ((VPP > 1)); then
+  MODEL_PARALLEL_ARGS+=(--num-virtual-stages-per-pipeline-rank "$VPP")
+fi
+if ((TP > 1)); then
+  MODEL_PARALLEL_ARGS+=(--sequence-parallel)
+fi
+if ((${CP:-1} > 1)); then
+  MODEL_PARALLEL_ARGS+=(--context-parallel-size "$CP")
+fi
+
+# kernels, precision and transport of the device
+CPU_HOST=()
+if [[ $DEVICE == gpu ]]; then
+  export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+  MODEL_ARGS+=(--transformer-impl transformer_engine)
+  TRAINING_ARGS+=(--bf16 --distributed-backend nccl)
+  MODEL_PARALLEL_ARGS+=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
+else
+  # Fused kernels are CUDA code. Gloo over the loopback device does not depend on the host's name.
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  if [[ $(uname) == Linux ]] && ((NUM_NODES == 1)); then
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+  fi
+  CPU_HOST=(--cpu-host)
+  MODEL_ARGS+=(
+    --transformer-impl local
+    --use-cpu-initialization
+    --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion
+    --no-bias-gelu-fusion
+    --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion
+    --no-rope-fusion
+    --no-persist-layer-norm
+  )
+  TRAINING_ARGS+=(--distributed-backend gloo)
+fi
+
+# the data: DATA_PATH is the prefix of a .bin/.idx pair; without it, Megatron makes tokens up
+if [[ -n ${DATA_PATH:-} ]]; then
+  DATA_ARGS=(--data-path "$DATA_PATH" --split "${SPLIT:-95,5,0}")
+else
+  DATA_ARGS=(--mock-data)
+fi
+if [[ -n ${DATA_CACHE_PATH:-} ]]; then
+  DATA_ARGS+=(--data-cache-path "$DATA_CACHE_PATH")
+fi
+if [[ -n ${TOKENIZER_MODEL:-} ]]; then
+  DATA_ARGS+=(--tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}")
+  DATA_ARGS+=(--tokenizer-model "$TOKENIZER_MODEL")
+else
+  DATA_ARGS+=(--tokenizer-type NullTokenizer --vocab-size "${VOCAB_SIZE:-32000}")
+fi
+DATA_ARGS+=(--num-workers "${NUM_WORKERS:-2}")
+
+# evaluation, logs, checkpoints
+RUN_DIR=${RUN_DIR:-$PWD/runs/pretrain}
+EVAL_AND_LOGGING_ARGS=(
+  --eval-interval "${EVAL_INTERVAL:-500}"
+  --eval-iters "${EVAL_ITERS:-10}"
+  --log-interval "${LOG_INTERVAL:-10}"
+  --tensorboard-dir "$RUN_DIR/tensorboard" # wandb gets its scalars from the same place
+  --tensorboard-log-interval 1
+  --log-timers-to-tensorboard # without it there is no iteration time
+  --no-one-logger
+)
+if [[ -n ${WANDB_PROJECT:-} ]]; then
+  EVAL_AND_LOGGING_ARGS+=(
+    --wandb-project "$WANDB_PROJECT"
+    --wandb-exp-name "${WANDB_NAME:-$RESIDUAL}"
+    --wandb-save-dir "$RUN_DIR"
+  )
+fi
+if [[ -n ${CHECKPOINT_PATH:-} ]]; then
+  EVAL_AND_LOGGING_ARGS+=(
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
+    --save-interval "${SAVE_INTERVAL:-1000}"
+  )
+fi
+
+# the residual connection. This array and the module that runs the script are all that differs
+# from a stock launch, torchrun "${DISTRIBUTED_ARGS[@]}" "$ENTRY" ...
+RESIDUAL_ARGS=(--residual "$RESIDUAL")
+MODULE=(-m megatron_residuals.run "${CPU_HOST[@]}")
+if [[ $RESIDUAL == none ]]; then
+  RESIDUAL_ARGS=()
+  [[ $DEVICE == cpu ]] || MODULE=()
+fi
+if [[ -n ${RESIDUAL_OPTIONS:-} ]]; then
+  read -ra OPTIONS <<<"$RESIDUAL_OPTIONS" # e.g. "--residual-streams 2"
+  RESIDUAL_ARGS+=("${OPTIONS[@]}")
+fi
+
+COMMAND=(
+  "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}"
+  "${MODULE[@]}" "$ENTRY"
+  "${MODEL_ARGS[@]}"
+  "${TRAINING_ARGS[@]}"
+  "${MODEL_PARALLEL_ARGS[@]}"
+  "${DATA_ARGS[@]}"
+  "${EVAL_AND_LOGGING_ARGS[@]}"
+  "${RESIDUAL_ARGS[@]}"
+  "${EXTRA_ARGS[@]}"
+)
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+  printf '%q ' "${COMMAND[@]}"
+  echo
+  exit 0
+fi
+mkdir -p "$RUN_DIR"
+exec "${COMMAND[@]}"

@@ -1,0 +1,66 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The `megatron-residuals` console command.
+
+Every subcommand is a module of `commands` whose `register` adds its parser and names its handler.
+A handler imports torch or Megatron itself if it needs them, so that the others start without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron_residuals._version import __version__
+from megatron_residuals.commands import plan
+
+PROGRAM = "megatron-residuals"
+COMMANDS = (plan,)
+
+EXAMPLES = """\
+examples:
+  megatron-residuals plan --layers 96 --block-layers 12 --pp 8 --vpp 4
+  megatron-residuals plan --help
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; a parsed namespace carries its `handler`."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Tools around residual connections of Megatron-Core models.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status; 2 for input that cannot be used."""
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as exit_:  # argparse has printed help or its own error
+        return exit_.code if isinstance(exit_.code, int) else 2
+    handler: Callable[[argparse.Namespace], int] = args.handler
+    try:
+        status = handler(args)
+        sys.stdout.flush()
+    except ValueError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        # Python flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

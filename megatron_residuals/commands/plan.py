@@ -1,0 +1,204 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-residuals plan`: what crosses every pipeline boundary, in rows and in bytes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from megatron_residuals.config import TRANSPORTS
+from megatron_residuals.depth import DepthMap, count_faults, raise_faults
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.plan import TransferPlan
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+EXAMPLES = """\
+examples:
+  megatron-residuals plan --layers 96 --block-layers 12 --pp 8 --vpp 4
+  megatron-residuals plan --layout 'Et*3|(tt|)*5t*3,L' --block-layers 4 --pp 7
+  megatron-residuals plan --layers 32 --streams 4 --pp 4 --vpp 2 \\
+      --seq-length 4096 --micro-batch-size 1 --hidden-size 4096 --tp 2 --sequence-parallel --json
+"""
+
+
+def register(commands: Subparsers) -> None:
+    """`plan`: what crosses every pipeline boundary."""
+    parser = commands.add_parser(
+        "plan",
+        help="print what crosses every pipeline boundary",
+        description="Print what crosses every pipeline boundary, and what every rank keeps, for "
+        "one micro-batch. Needs neither a GPU nor torch.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--layers", "--num-layers", type=int, metavar="L", help="transformer layers of the model")
+    state = parser.add_mutually_exclusive_group(required=True)
+    state.add_argument("--block-layers", type=int, metavar="K", help="AttnRes block, in layers")
+    state.add_argument(
+        "--block-sublayers",
+        type=int,
+        metavar="S",
+        help="AttnRes block, in sublayers (attention and MLP count one each; 1 is Full AttnRes)",
+    )
+    state.add_argument(
+        "--streams", type=int, metavar="N", help="HC or mHC streams (1 is the plain residual)"
+    )
+    add("--transport", choices=TRANSPORTS, default="delta", help="AttnRes only (default: delta)")
+    add("--json", action="store_true", help="print JSON instead of the table")
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="P", help="ranks")
+    _add_layout_options(parser.add_argument_group("layers per stage (default: all equal)"))
+    _add_size_options(parser.add_argument_group("sizes (give the first three to see bytes)"))
+    parser.set_defaults(handler=run_plan)
+
+
+def _add_layout_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--vpp",
+        "--num-virtual-stages-per-pipeline-rank",
+        type=int,
+        metavar="V",
+        help="virtual chunks per rank (default: 1, or what --layout says)",
+    )
+    add(
+        "--layout",
+        "--pipeline-model-parallel-layout",
+        metavar="TEXT",
+        help="Megatron-Core's layout string; --layers and --vpp follow from it",
+    )
+    add(
+        "--first-stage-layers",
+        "--decoder-first-pipeline-num-layers",
+        type=int,
+        metavar="N",
+        help="layers of the first pipeline rank, all its chunks together",
+    )
+    add(
+        "--last-stage-layers",
+        "--decoder-last-pipeline-num-layers",
+        type=int,
+        metavar="N",
+        help="layers of the last pipeline rank, all its chunks together",
+    )
+    add(
+        "--account-for-embedding-in-pipeline-split",
+        action="store_true",
+        help="the embedding takes the place of one layer",
+    )
+    add(
+        "--account-for-loss-in-pipeline-split",
+        action="store_true",
+        help="the loss takes the place of one layer",
+    )
+
+
+def _add_size_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--seq-length", type=int, metavar="TOKENS", help="of the whole sequence")
+    add("--micro-batch-size", type=int, metavar="B", help="sequences per micro-batch")
+    add("--hidden-size", type=int, metavar="H", help="of the model")
+    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="T", help="ranks")
+    add("--sequence-parallel", action="store_true", help="split the sequence over the --tp ranks")
+    add("--cp", "--context-parallel-size", type=int, default=1, metavar="C", help="ranks")
+    add("--dtype", choices=ELEMENT_BYTES, default="bf16", help="of activations (default: bf16)")
+
+
+def _stage_layout(args: argparse.Namespace) -> StageLayout:
+    uneven = args.first_stage_layers is not None or args.last_stage_layers is not None
+    accounted = (
+        args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
+    )
+    if (args.layout is not None) + uneven + accounted > 1:
+        raise ValueError(
+            "more than one of --layout, --first/--last-stage-layers and "
+            "--account-for-*-in-pipeline-split; each describes all stages, give one."
+        )
+    if args.layout is not None:
+        layout = StageLayout.parse(args.layout, args.pp, args.layers)
+        if args.vpp not in (None, layout.num_chunks):
+            raise ValueError(
+                f"--vpp is {args.vpp}, but --layout has {layout.num_stages} stages for {args.pp} "
+                f"ranks, which is {layout.num_chunks} chunks per rank; leave --vpp out."
+            )
+        return layout
+    if args.layers is None:
+        raise ValueError("the depth is missing; give --layers, or --layout.")
+    num_chunks = 1 if args.vpp is None else args.vpp
+    if uneven:
+        return StageLayout.uneven(
+            args.layers,
+            args.pp,
+            num_chunks,
+            first=args.first_stage_layers,
+            last=args.last_stage_layers,
+        )
+    return StageLayout.even(
+        args.layers,
+        args.pp,
+        num_chunks,
+        account_for_embedding=args.account_for_embedding_in_pipeline_split,
+        account_for_loss=args.account_for_loss_in_pipeline_split,
+    )
+
+
+def _transfer_plan(args: argparse.Namespace) -> TransferPlan:
+    layout = _stage_layout(args)
+    if args.streams is not None:
+        return TransferPlan.for_streams(layout, args.streams)
+    if args.block_layers is not None:
+        depth = DepthMap.from_layers(layout.num_layers, args.block_layers)
+    else:
+        depth = DepthMap(layout.num_layers, args.block_sublayers)
+    return TransferPlan.for_sources(layout, depth, args.transport)
+
+
+def row_bytes(args: argparse.Namespace) -> int | None:
+    """Bytes of one `[s, b, h]` row on one rank; None when no size was given.
+
+    Raises:
+        ValueError: only some of the sizes were given, or the ranks do not divide the sequence.
+    """
+    sizes = {
+        "--seq-length": args.seq_length,
+        "--micro-batch-size": args.micro_batch_size,
+        "--hidden-size": args.hidden_size,
+    }
+    missing = [option for option, size in sizes.items() if size is None]
+    if len(missing) == len(sizes):
+        return None
+    if missing:
+        raise ValueError(f"bytes need all three sizes; missing: {', '.join(missing)}.")
+    raise_faults("sizes", count_faults(1, **sizes, **{"--tp": args.tp, "--cp": args.cp}))
+    parts = args.cp * (args.tp if args.sequence_parallel else 1)
+    if args.seq_length % parts:
+        raise ValueError(
+            f"--seq-length {args.seq_length} does not divide over {parts} ranks (--cp, and --tp "
+            f"with --sequence-parallel); use a multiple of {parts}."
+        )
+    elements: int = args.seq_length // parts * args.micro_batch_size * args.hidden_size
+    return elements * ELEMENT_BYTES[args.dtype]
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print the plan that the options describe."""
+    plan = _transfer_plan(args)
+    size = row_bytes(args)
+    if not args.json:
+        print(plan.grid(size))
+        return 0
+    fields = plan.to_dict()
+    if size is not None:
+        fields["row_bytes"] = size
+        fields["hop_bytes"] = [boundary.rows * size for boundary in plan.boundaries]
+        for name in ("rows", "rows_full", "rows_delta", "cache_rows"):
+            fields[name.replace("rows", "bytes")] = getattr(plan, name) * size
+    print(json.dumps(fields, indent=2))
+    return 0

@@ -1,0 +1,48 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over depth: a sublayer's learned query attends to the outputs of earlier sublayers.
+
+Shapes: every source [..., d]; query and key_gain [d].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def depth_weights(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float
+) -> Tensor:
+    """alpha = softmax_j( query . RMSNorm(source_j; key_gain) ).    -> [m, ...], float32 or wider
+
+    Attention Residuals (arXiv 2603.15031), section 3: no 1/sqrt(d), one softmax per token over the
+    m sources. The gain folds into the query, so each source is read for one dot product and one
+    sum of squares; the sources are never stacked.
+    """
+    dtype = torch.promote_types(sources[0].dtype, torch.float32)
+    direction = query.to(dtype) * key_gain.to(dtype)
+    logits = []
+    for source in sources:
+        wide = source.to(dtype)
+        inverse_rms = torch.rsqrt(wide.square().mean(-1) + eps)
+        logits.append(inverse_rms * torch.mv(wide.reshape(-1, wide.shape[-1]), direction).view(
+            wide.shape[:-1]
+        ))
+    return torch.softmax(torch.stack(logits), dim=0)
+
+
+def read_sources(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float
+) -> Tensor:
+    """x = sum_j alpha_j source_j, with the raw (not normalised) sources as values.
+
+    -> [..., d] in the dtype of the sources (Attention Residuals, eq. 3 and 6).
+    """
+    weights = depth_weights(sources, query, key_gain, eps=eps)
+    mixed = weights[0].unsqueeze(-1) * sources[0].to(weights.dtype)
+    for weight, source in zip(weights[1:], sources[1:], strict=True):
+        mixed = mixed + weight.unsqueeze(-1) * source.to(weights.dtype)
+    return mixed.to(sources[0].dtype)

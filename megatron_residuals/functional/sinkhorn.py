@@ -1,0 +1,39 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sinkhorn-Knopp projection of logits towards doubly stochastic matrices, in both spellings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS, COLUMNS = -1, -2  # the dimension summed over to normalise rows, or columns
+
+
+def sinkhorn_paper(logits: Tensor, *, iterations: int) -> Tensor:
+    """H = (T_row o T_column)^iterations (exp(logits)).    logits [..., n, n] -> [..., n, n]
+
+    mHC (arXiv 2512.24880), eq. 9: columns first, rows last, so rows sum to one exactly and columns
+    approximately. Runs in the log domain: any finite logits give a finite matrix and gradient,
+    also where exp(logits) would under- or overflow.
+    """
+    log_h = logits
+    for _ in range(iterations):
+        log_h = log_h - torch.logsumexp(log_h, COLUMNS, keepdim=True)
+        log_h = log_h - torch.logsumexp(log_h, ROWS, keepdim=True)
+    return log_h.exp()
+
+
+def sinkhorn_dsv4(logits: Tensor, *, iterations: int, eps: float) -> Tensor:
+    """comb = softmax over rows, then alternating column and row normalisation, columns last.
+
+    logits [..., n, n] -> comb [..., n, n], where comb[i, j] weighs old stream i in new stream j:
+    the transpose of the paper's H_res (DeepSeek-V4, arXiv 2606.19348, and its released kernels).
+    ``eps`` enters after the softmax and in every division.
+    """
+    comb = torch.softmax(logits, ROWS) + eps
+    comb = comb / (comb.sum(COLUMNS, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(ROWS, keepdim=True) + eps)
+        comb = comb / (comb.sum(COLUMNS, keepdim=True) + eps)
+    return comb

@@ -1,0 +1,154 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-Connections: n parallel residual streams, read, written and mixed by small matrices.
+
+Shapes: streams [..., n, d]; h_pre and h_post [..., n]; h_res [..., n, n], indexed [new, old].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_residuals.functional.sinkhorn import sinkhorn_dsv4, sinkhorn_paper
+
+
+class StreamCoefficients(NamedTuple):
+    """What one sublayer does to the streams, in at least float32."""
+
+    h_pre: Tensor
+    h_post: Tensor
+    h_res: Tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def expand_streams(embedding: Tensor, num_streams: int) -> Tensor:
+    """streams[n] = embedding for every n.    [..., d] -> [..., n, d], contiguous."""
+    shape = (*embedding.shape[:-1], num_streams, embedding.shape[-1])
+    return embedding.unsqueeze(-2).expand(shape).contiguous()
+
+
+def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
+    """x = sum_n h_pre[n] streams[n].    -> [..., d] in the dtype of the streams (mHC, eq. 1)"""
+    mixed = torch.einsum("...n,...nd->...d", h_pre, _wide(streams))
+    return mixed.to(streams.dtype)
+
+
+def write_streams(streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor) -> Tensor:
+    """streams'[j] = sum_i h_res[j, i] streams[i] + h_post[j] output.    (mHC, eq. 1)
+
+    output [..., d] is what the sublayer computed; the result has the shape and dtype of streams.
+    """
+    mixed = torch.einsum("...ji,...id->...jd", h_res, _wide(streams))
+    written = h_post.unsqueeze(-1) * _wide(output).unsqueeze(-2)
+    return (mixed + written).to(streams.dtype)
+
+
+def contract_streams(streams: Tensor, how: str, weights: Tensor | None = None) -> Tensor:
+    """One hidden state from n streams: their mean, sum, or a weighted sum (weights [..., n]).
+
+    Raises:
+        ValueError: ``how`` is not mean, sum or learned, or learned comes without weights.
+    """
+    if how == "mean":
+        return _wide(streams).mean(-2).to(streams.dtype)
+    if how == "sum":
+        return _wide(streams).sum(-2).to(streams.dtype)
+    if how == "learned" and weights is not None:
+        return read_streams(streams, weights)
+    raise ValueError(f"contraction is {how!r}; allowed: mean, sum, learned (with weights)")
+
+
+def mhc_coefficients(
+    streams: Tensor,
+    mapping: Tensor,
+    bias: Tensor,
+    alpha: Tensor,
+    *,
+    convention: str,
+    iterations: int,
+    eps: float,
+) -> StreamCoefficients:
+    """Coefficients of mHC from one RMS-normalised projection of all streams (mHC, eq. 7-9).
+
+        u = rsqrt(mean(vec(x)^2) + eps),  h = alpha u (mapping vec(x)) + bias
+        h_pre = sigmoid(h), h_post = 2 sigmoid(h), h_res = Sinkhorn(h)
+
+    mapping [2n + n^2, n d] and bias [2n + n^2] are ordered pre, post, res (row-major); alpha [3].
+    ``convention="paper"``: h_res[new, old] as projected. ``"dsv4"`` (DeepSeek-V4): the projected
+    matrix is comb[old, new], transposed here; eps is added to h_pre and in the Sinkhorn steps.
+    """
+    num_streams = streams.shape[-2]
+    flat = _wide(streams).flatten(-2)
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    sizes = (num_streams, num_streams, num_streams * num_streams)
+    gates = torch.repeat_interleave(
+        alpha, torch.tensor(sizes, device=alpha.device), output_size=sum(sizes)
+    )
+    logits = inverse_rms * torch.nn.functional.linear(flat, mapping) * gates + bias
+    pre, post, res = logits.split(sizes, dim=-1)
+    h_pre, h_post = torch.sigmoid(pre), 2 * torch.sigmoid(post)
+    res = res.unflatten(-1, (num_streams, num_streams))
+    if convention == "dsv4":
+        comb = sinkhorn_dsv4(res, iterations=iterations, eps=eps)
+        return StreamCoefficients(h_pre + eps, h_post, comb.transpose(-1, -2))
+    return StreamCoefficients(h_pre, h_post, sinkhorn_paper(res, iterations=iterations))
+
+
+def mhc_head_weights(
+    streams: Tensor, mapping: Tensor, bias: Tensor, scale: Tensor, *, eps: float
+) -> Tensor:
+    """w = sigmoid(scale u (mapping vec(x)) + bias) + eps: the learned contraction of DeepSeek-V4.
+
+    mapping [n, n d], bias [n], scale [1]  ->  [..., n] in at least float32.
+    """
+    flat = _wide(streams).flatten(-2)
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    mixes = inverse_rms * torch.nn.functional.linear(flat, mapping)
+    return torch.sigmoid(scale * mixes + bias) + eps
+
+
+def hc_coefficients(
+    streams: Tensor,
+    static: StreamCoefficients,
+    mapping: Tensor | None,
+    scale: Tensor | None,
+    *,
+    norm: str,
+    eps: float,
+) -> StreamCoefficients:
+    """Coefficients of Hyper-Connections (arXiv 2409.19606, eq. 10-13).
+
+        A_m(H) = s_alpha tanh(norm(H) W_m) + A_m        read
+        B(H)   = s_beta  tanh(norm(H) W_b) + B          write
+        A_r(H) = s_alpha tanh(norm(H) W_r) + A_r        mix; A_r[old, new] acts transposed
+
+    static holds (A_m, B, A_r transposed to [new, old]); mapping [n + 2, d] stacks W_m, W_b and the
+    n rows of W_r; scale [2] is (s_alpha, s_beta). Without mapping the matrices are static. norm is
+    over d, one stream at a time: ``layernorm`` (HC) or ``rmsnorm`` (as restated by mHC); a gain
+    would fold into mapping.
+    """
+    lead = (*streams.shape[:-2], streams.shape[-2])
+    if mapping is None or scale is None:
+        return StreamCoefficients(
+            static.h_pre.expand(lead),
+            static.h_post.expand(lead),
+            static.h_res.expand(*lead, lead[-1]),
+        )
+    wide = _wide(streams)
+    if norm == "layernorm":
+        normed = torch.nn.functional.layer_norm(wide, wide.shape[-1:], eps=eps)
+    else:
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    dynamic = torch.tanh(torch.nn.functional.linear(normed, mapping))
+    pre, post, res = dynamic[..., 0], dynamic[..., 1], dynamic[..., 2:]
+    return StreamCoefficients(
+        scale[0] * pre + static.h_pre,
+        scale[1] * post + static.h_post,
+        scale[0] * res.transpose(-1, -2) + static.h_res,
+    )

@@ -1,0 +1,90 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration as flags of Megatron's own command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+from megatron_residuals.config import ResidualConfig
+
+MECHANISM_FLAG = "--residual"
+
+
+def flag_of(field_name: str) -> str:
+    """Command-line flag of a field of ``ResidualConfig``."""
+    if field_name == "mechanism":
+        return MECHANISM_FLAG
+    return f"{MECHANISM_FLAG}-{field_name.replace('_', '-')}"
+
+
+def add_residual_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add a flag for every option of ``ResidualConfig``; usable as an ``extra_args_provider``.
+
+    Flags that are not given stay None, so that defaults are decided in one place.
+
+    Raises:
+        RuntimeError: the parser already has one of the flags (a host with a residual of its own).
+    """
+    taken = [
+        flag_of(field.name)
+        for field in dataclasses.fields(ResidualConfig)
+        if flag_of(field.name) in parser._option_string_actions
+    ]
+    if taken:
+        raise RuntimeError(
+            f"this Megatron already has {', '.join(taken)}; its own residual and "
+            "megatron_residuals cannot be combined"
+        )
+    group = parser.add_argument_group("residual", "replaced residual connection")
+    for field in dataclasses.fields(ResidualConfig):
+        text = field.metadata["help"]
+        if field.name != "mechanism":
+            text += f" [{', '.join(field.metadata['applies'])}; default: {field.default}]"
+        kwargs: dict[str, Any] = {"default": None, "help": text.replace("%", "%%")}
+        option_type = ResidualConfig.option_type(field.name)
+        if option_type is bool:
+            kwargs["action"] = argparse.BooleanOptionalAction
+        else:
+            kwargs.update(type=option_type, choices=field.metadata["choices"])
+        group.add_argument(flag_of(field.name), **kwargs)
+    return parser
+
+
+def config_from_args(args: argparse.Namespace, mechanism: str | None = None) -> ResidualConfig:
+    """The configuration that parsed arguments describe.
+
+    Args:
+        mechanism: the one named by ``--spec``, or None to take it from ``--residual``.
+
+    Raises:
+        ValueError: no mechanism or two different ones, or an invalid configuration.
+    """
+    options: dict[str, Any] = {}
+    for field in dataclasses.fields(ResidualConfig):
+        name = flag_of(field.name).lstrip("-").replace("-", "_")
+        value = getattr(args, name, None)
+        if value is not None:
+            options[field.name] = value
+    named = options.setdefault("mechanism", mechanism)
+    if named is None:
+        raise ValueError(f"no residual mechanism given; add {MECHANISM_FLAG} NAME")
+    if mechanism is not None and named != mechanism:
+        raise ValueError(
+            f"--spec asks for {mechanism!r} and {MECHANISM_FLAG} for {named!r}; give one of the two"
+        )
+    return ResidualConfig.from_mapping(options)
+
+
+def config_from_global_args(mechanism: str | None) -> ResidualConfig:
+    """The configuration of the running script: its flags where Megatron parsed any.
+
+    Without Megatron's training loop (library use), or without our flags in its parser, this is the
+    mechanism with its defaults.
+    """
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    args = getattr(global_vars, "_GLOBAL_ARGS", None)
+    return config_from_args(args if args is not None else argparse.Namespace(), mechanism)

@@ -1,0 +1,150 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A transformer block that carries a residual state through its layers and across stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megatron_residuals.mcore.compat import layer_quantization_context, outer_quantization_context
+from megatron_residuals.mcore.layer import parameter_device, tag_parameters
+from megatron_residuals.mcore.route import route_for
+from megatron_residuals.mcore.spec import ResidualBlockSubmodules, block_submodules
+from megatron_residuals.mcore.stage_io import StageIO, fresh
+from megatron_residuals.mcore.support import check_model
+from megatron_residuals.modules import ResidualState, build_head, open_state
+
+# Called with every new block; how diagnostics attach without the block knowing them.
+observers: list[Callable[[ResidualTransformerBlock], None]] = []
+
+
+class ResidualTransformerBlock(TransformerBlock):
+    """``TransformerBlock`` with an explicit residual state between its layers.
+
+    The loop over the layers is ours, since the host's passes one hidden state; building layers,
+    the final norm, checkpoints of parameters and everything inside a sublayer stay the host's.
+
+    Raises:
+        ValueError: the model uses something that a replaced residual does not support.
+        RuntimeError: the host numbers its layers otherwise than its pipeline layout says.
+    """
+
+    def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
+        vp_stage, groups = kwargs.get("vp_stage"), kwargs.get("pg_collection")
+        submodules = block_submodules(spec, config, vp_stage, groups)
+        check_model(config, submodules.layer_specs)
+        super().__init__(config, submodules, *args, **kwargs)
+        self.residual = submodules.residual
+        self._build_residual(submodules)
+        for observe in observers:
+            observe(self)
+
+    def _build_residual(self, submodules: ResidualBlockSubmodules) -> None:
+        pp_group = self.pg_collection.pp
+        route = route_for(submodules.residual, self.config, pp_group)
+        route.blocks.add(self)
+        stage = route.plan.layout.stage(pp_group.rank(), self.vp_stage or 0)
+        self.stage_io = StageIO(route, stage)
+        self._check_layers()
+        self.residual_head = None
+        if self.stage_io.closes:
+            self.residual_head = build_head(
+                submodules.residual,
+                hidden_size=self.config.hidden_size,
+                device=parameter_device(self.config),
+            )
+            tag_parameters(self.residual_head, self.config)
+        self._payload: Tensor | None = None
+
+    def _check_layers(self) -> None:
+        first = self.stage_io.layers_before
+        planned = list(range(first + 1, first + 1 + self.stage_io.num_layers))
+        built = [layer.layer_number for layer in self.layers]
+        if built != planned:
+            raise RuntimeError(
+                f"stage {self.stage_io.stage} was built with layers {built}, but its pipeline "
+                f"layout says {planned}; this Megatron-Core splits layers in a way that "
+                "megatron_residuals does not know"
+            )
+
+    def residual_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters of the mechanism in this stage, with global layer indices in their names."""
+        for layer in self.layers:
+            for part in ("self_attention_residual", "mlp_residual"):
+                for name, parameter in getattr(layer, part).named_parameters():
+                    yield f"layers.{layer.layer_number - 1}.{part}.{name}", parameter
+        if self.residual_head is not None:
+            yield from self.residual_head.named_parameters("residual_head")
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Take what the schedule received from the previous stage.
+
+        The host reads the sequence length from ``input_tensor``, so that is one row of the payload.
+        """
+        self._payload = input_tensor
+        self.input_tensor = input_tensor
+        if input_tensor is not None and not self.pre_process:
+            self.input_tensor = self.stage_io.hidden_row(input_tensor)
+
+    def forward(
+        self,
+        hidden_states: Any,
+        attention_mask: Tensor | None,
+        *,
+        extract_layer_indices: Any = None,
+        inference_params: Any = None,
+        dynamic_inference_decode_only: bool | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """One stage of the model: the embedding [s, b, h] or a payload -> a payload or hidden state.
+
+        Keyword arguments are those of the host's block; they reach the layers unchanged.
+        """
+        self._refuse_inference(inference_params, arguments.get("inference_context"))
+        if extract_layer_indices:
+            raise ValueError(
+                "extract_layer_indices: between layers there is no single hidden state to extract"
+            )
+        arguments["attention_mask"] = attention_mask
+        hidden = hidden_states if self.pre_process else self._payload
+        self._payload = self.input_tensor = None
+        visit = self.stage_io.begin()
+        with self._rng_context(), outer_quantization_context(self.config):
+            hidden = self._run(fresh(hidden), visit, arguments)
+        if self.final_layernorm is not None:
+            hidden = self.final_layernorm(hidden)
+        return fresh(hidden)
+
+    def _run(self, hidden: Tensor, visit: Any, arguments: dict[str, Any]) -> Tensor:
+        io = self.stage_io
+        if io.receives:
+            state = io.enter(hidden, visit)
+        elif io.opens:
+            state = open_state(self.residual, hidden)
+        else:
+            # an input that is also the output would be one node with two roles in the schedules
+            return hidden if self.pre_process or self.final_layernorm else hidden.clone()
+        for layer in self.layers:
+            with layer_quantization_context(self.config, layer.layer_number - 1):
+                state: ResidualState = layer(state, **arguments)
+        return self.residual_head(state) if io.closes else io.exit(state, visit)
+
+    def _rng_context(self) -> Any:
+        if self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()
+
+    @staticmethod
+    def _refuse_inference(*contexts: Any) -> None:
+        if any(context is not None for context in contexts):
+            raise ValueError(
+                "generation with an inference context is not supported with a replaced residual; "
+                "run a plain forward pass"
+            )

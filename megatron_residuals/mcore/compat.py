@@ -1,0 +1,99 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that differs between supported Megatron-Core releases, in one place."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from packaging.version import Version
+
+from megatron_residuals.pipeline.plan import StageLayout
+
+OLDEST_HOST, NEWEST_HOST = Version("0.16.1"), Version("0.20")  # newest is excluded
+ALLOW_UNTESTED = "MEGATRON_RESIDUALS_ALLOW_UNTESTED_HOST"
+
+
+def host_version() -> Version:
+    """Version of the Megatron-Core that is imported."""
+    return Version(megatron.core.__version__)
+
+
+def check_host_version() -> None:
+    """Refuse a Megatron-Core outside the tested window.
+
+    Raises:
+        RuntimeError: naming the version found, the window and the override.
+    """
+    found = host_version()
+    if OLDEST_HOST <= found < NEWEST_HOST or os.environ.get(ALLOW_UNTESTED) == "1":
+        return
+    raise RuntimeError(
+        f"megatron-core {found} is outside the tested window [{OLDEST_HOST}, {NEWEST_HOST}). "
+        f"Install a version inside it, or set {ALLOW_UNTESTED}=1 to try at your own risk."
+    )
+
+
+def stage_layout(config: Any, num_ranks: int) -> StageLayout:
+    """Layers of every pipeline stage, asked from the host for all ranks and chunks."""
+    num_chunks = (config.virtual_pipeline_model_parallel_size or 1) if num_ranks > 1 else 1
+    custom = getattr(config, "pipeline_model_parallel_layout", None)
+    layers = []
+    for chunk in range(num_chunks):
+        for rank in range(num_ranks):
+            if custom is not None:
+                layers.append(custom.layout[rank][chunk].count(LayerType.decoder))
+            else:
+                vp_stage = chunk if num_chunks > 1 else None
+                layers.append(get_num_layers_to_build(config, vp_stage, rank))
+    return StageLayout(num_ranks, num_chunks, tuple(layers))
+
+
+_MLP_ARGUMENTS = frozenset(inspect.signature(TransformerLayer._forward_mlp).parameters)
+
+
+def mlp_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The part of a layer's keyword arguments that this host's ``_forward_mlp`` takes."""
+    names = ("inference_context", "padding_mask", "packed_seq_params")
+    return {name: arguments[name] for name in names if name in _MLP_ARGUMENTS and name in arguments}
+
+
+def outer_quantization_context(config: Any) -> AbstractContextManager[Any]:
+    """The context around all layers of a stage: fp8 with delayed scaling, otherwise nothing."""
+    if config.fp8 and config.fp8_recipe == "delayed":
+        from megatron.core.fp8_utils import get_fp8_context
+
+        return get_fp8_context(config)
+    return nullcontext()
+
+
+def layer_quantization_context(config: Any, layer_index: int) -> AbstractContextManager[Any]:
+    """The context around one layer (0-based global index): fp8 without delayed scaling, or fp4."""
+    if config.fp8 and config.fp8_recipe != "delayed":
+        from megatron.core.fp8_utils import get_fp8_context
+
+        return get_fp8_context(config, layer_index)
+    if getattr(config, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_context
+
+        return get_fp4_context(config, layer_index)
+    return nullcontext()
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out of a process group, so that groups made beside it share it; None if unknown."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

@@ -1,0 +1,99 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A transformer layer whose sublayers read from and write to an explicit residual state."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.compat import mlp_arguments
+from megatron_residuals.modules import ResidualState, SublayerResidual, build_sublayer_residual
+
+
+def bias_dropout(
+    training: bool, fused: bool
+) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Drop-in for the host's bias-dropout-add that adds nothing: y = dropout(x + bias)."""
+
+    def apply(output_and_bias: tuple[Tensor, Tensor | None], _: Tensor, p: float) -> Tensor:
+        output, bias = output_and_bias
+        if bias is not None:
+            output = output + bias
+        return torch.nn.functional.dropout(output, p=p, training=training)
+
+    return apply
+
+
+class ResidualLayerMixin:
+    """Turns a host layer class into one that carries a residual state.
+
+    With the bias-dropout-adds replaced, the host's ``_forward_attention(x)`` and
+    ``_forward_mlp(x)`` return the bare sublayer F(norm(x)); everything around the residual (norms
+    fused or not, attention and MLP kinds, recompute inside a sublayer) stays the host's.
+    """
+
+    def __init__(
+        self, config: Any, submodules: Any, *args: Any, residual: ResidualConfig, **kwargs: Any
+    ) -> None:
+        submodules = copy.copy(submodules)
+        submodules.self_attn_bda = submodules.mlp_bda = bias_dropout
+        super().__init__(config, submodules, *args, **kwargs)
+        sublayer = 2 * (self.layer_number - 1)
+        build = functools.partial(
+            build_sublayer_residual,
+            residual,
+            residual.depth_map(config.num_layers),
+            hidden_size=config.hidden_size,
+            device=parameter_device(config),
+        )
+        self.self_attention_residual: SublayerResidual[Any, Any] = build(sublayer=sublayer)
+        self.mlp_residual: SublayerResidual[Any, Any] = build(sublayer=sublayer + 1)
+        tag_parameters(self.self_attention_residual, config)
+        tag_parameters(self.mlp_residual, config)
+
+    def forward(self, state: ResidualState, **arguments: Any) -> ResidualState:
+        """One layer: the state before attention -> the state after the MLP.
+
+        ``arguments`` are the keyword arguments of the host layer besides ``hidden_states``.
+        """
+        x, pending = self.self_attention_residual(state)
+        output, _ = self._forward_attention(x, **arguments)
+        state = self.self_attention_residual.write(pending, output)
+        x, pending = self.mlp_residual(state)
+        return self.mlp_residual.write(
+            pending, self._forward_mlp(x, **mlp_arguments(arguments))
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def residual_layer_class(base: type[TransformerLayer]) -> type[TransformerLayer]:
+    """The residual form of a host layer class, one class for each base."""
+    if issubclass(base, ResidualLayerMixin):
+        return base
+    return type(f"Residual{base.__name__}", (ResidualLayerMixin, base), {"__doc__": base.__doc__})
+
+
+def parameter_device(config: Any) -> torch.device | None:
+    """Where the host puts new parameters."""
+    return None if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def tag_parameters(module: torch.nn.Module, config: Any) -> None:
+    """Mark parameters that every tensor-parallel rank holds whole.
+
+    With sequence parallelism each rank sees only its tokens, so the host must sum their gradients;
+    it does so for parameters that carry ``sequence_parallel``.
+    """
+    for parameter in module.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+
+
+ResidualTransformerLayer = residual_layer_class(TransformerLayer)

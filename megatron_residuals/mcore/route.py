@@ -1,0 +1,112 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages of one model share on a rank: the plan, the wire, and the count of bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.compat import stage_layout
+from megatron_residuals.mcore.wire import Wire, open_wire
+from megatron_residuals.pipeline.plan import TransferPlan
+from megatron_residuals.pipeline.source_cache import SourceCache
+
+# The schedules and the blocks of one model meet in the host's config object: both hold the same one.
+ATTRIBUTE = "_megatron_residuals_route"
+_live: weakref.WeakSet[Route] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class Route:
+    """The path of a micro-batch through the pipeline, as seen from one rank.
+
+    received_bytes counts what arrived in this step by (direction, boundary), direction being
+    "forward" or "backward" and the boundary the stage behind the hop.
+    """
+
+    residual: ResidualConfig
+    plan: TransferPlan
+    rank: int
+    wire: Wire | None
+    received_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
+    blocks: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    cache: SourceCache = field(default_factory=SourceCache)
+    _last_training_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _forwards: Counter[int] = field(default_factory=Counter)
+
+    def begin_step(self) -> None:
+        """Forget what a step left behind; a step that raised leaves values and gradients."""
+        self._last_training_bytes = self.training_bytes
+        self.received_bytes = Counter()
+        self.cache.clear()
+        self._forwards.clear()
+
+    @property
+    def training_bytes(self) -> Counter[tuple[str, int]]:
+        """received_bytes of the last step that had a backward pass."""
+        trained = any(direction == "backward" for direction, _ in self.received_bytes)
+        return self.received_bytes if trained else self._last_training_bytes
+
+    def next_micro_batch(self, stage: int) -> int:
+        """Index, within the step, of the micro-batch that enters a stage.
+
+        Every stage sees the micro-batches of a step in the same order, whatever the schedule.
+        """
+        self._forwards[stage] += 1
+        return self._forwards[stage] - 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Route:
+        """Itself: the host deep-copies configs for some layers, and a route is not a setting."""
+        return self
+
+
+def plan_transfer(residual: ResidualConfig, config: Any, num_ranks: int) -> TransferPlan:
+    """The transfer plan of a model with the given host config over ``num_ranks`` pipeline ranks."""
+    layout = stage_layout(config, num_ranks)
+    depth = residual.depth_map(config.num_layers)
+    if depth is not None:
+        return TransferPlan.for_sources(layout, depth, residual.transport)
+    return TransferPlan.for_streams(layout, residual.streams if residual.is_streams else 1)
+
+
+def route_for(residual: ResidualConfig, config: Any, pp_group: dist.ProcessGroup) -> Route:
+    """The route of the model that ``config`` belongs to, made by its first block.
+
+    Collective over all ranks the first time, when there is more than one pipeline rank.
+
+    Raises:
+        ValueError: another block of this model was built with a different residual configuration.
+    """
+    route = route_of(config)
+    if route is None or route.residual != residual:
+        if route is not None and len(route.blocks) > 0:
+            raise ValueError(
+                f"one model, two residual configurations: {route.residual} and {residual}; "
+                "give every chunk the same spec"
+            )
+        num_ranks = pp_group.size()
+        route = Route(
+            residual,
+            plan_transfer(residual, config, num_ranks),
+            pp_group.rank(),
+            open_wire(pp_group) if num_ranks > 1 else None,
+        )
+        setattr(config, ATTRIBUTE, route)
+        _live.add(route)
+    return route
+
+
+def route_of(config: Any) -> Route | None:
+    """The route of a host config, or None for a model with its stock residual."""
+    return getattr(config, ATTRIBUTE, None)
+
+
+def live_routes() -> list[Route]:
+    """Routes of the models that exist in this process."""
+    return list(_live)

@@ -1,0 +1,164 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The edge of a stage: payload and held sources in, payload and stashed sources out.
+
+All effects of the transport are here; between ``enter`` and ``exit`` a stage is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_residuals.mcore.route import Route
+from megatron_residuals.modules import PlainState, ResidualState, SourceState, StreamState
+from megatron_residuals.pipeline.plan import Boundary
+from megatron_residuals.pipeline.source_cache import SourceCache
+
+
+@dataclass
+class Visit:
+    """One micro-batch in one stage: its index in the step, and what entering leaves for exiting."""
+
+    micro_batch: int
+    source_ids: tuple[int, ...] = ()
+    kept: dict[int, Tensor] = field(default_factory=dict)
+
+
+class StageIO:
+    """Packs and unpacks the state of one stage according to the plan.
+
+    A payload is one [rows * s, b, h] tensor: the hidden state of a plain residual; the memory of
+    n streams [s, b, n, h], seen as rows; or sources one after the other, the running one last.
+    Before the state is opened, and after it is closed, the payload is one row, the hidden state.
+
+    Attributes:
+        opens: whether the embedding becomes the state here. Depth sources open at the embedding,
+            streams where the first layer is (so that n streams are not sent for one embedding).
+        receives, sends: whether the payload in, and out, is a state rather than a hidden state.
+        closes: whether the last layer is here, behind which the state becomes the hidden state.
+    """
+
+    def __init__(self, route: Route, stage: int) -> None:
+        self.route, self._plan, self.stage = route, route.plan, stage
+        layout = route.plan.layout
+        self.layers_before, self.num_layers = layout.first_layer(stage), layout.layers[stage]
+        open_from_start = route.residual.is_sources
+        open_in = self.layers_before > 0 or (open_from_start and stage > 0)
+        self.receives = open_in and self.layers_before < layout.num_layers
+        self.opens = not open_in and (self.num_layers > 0 or open_from_start)
+        layers_through = self.layers_before + self.num_layers
+        self.closes = self.num_layers > 0 and layers_through == layout.num_layers
+        self.sends = (self.receives or self.opens) and not self.closes
+
+    def begin(self) -> Visit:
+        """Start a forward pass of this stage."""
+        return Visit(self.route.next_micro_batch(self.stage))
+
+    def hidden_row(self, payload: Tensor) -> Tensor:
+        """One [s, b, h] row, from which the host reads the sequence length.
+
+        Raises:
+            RuntimeError: the payload cannot be the one that the plan announces.
+        """
+        rows = self._plan.rows_in(self.stage)
+        if payload.shape[0] % rows:
+            raise RuntimeError(
+                f"stage {self.stage} received {tuple(payload.shape)}, which is not {rows} rows of "
+                "[s, b, h]; the sender has another plan, or sent it through a communicator that is "
+                "not ResidualP2PCommunicator"
+            )
+        return payload[: payload.shape[0] // rows]
+
+    def enter(self, payload: Tensor, visit: Visit) -> ResidualState:
+        """The state before the first layer of this stage (or of the next one that has any)."""
+        rows = self._plan.rows_in(self.stage)
+        if self.route.residual.is_sources:
+            return self._enter_sources(payload.chunk(rows), visit)
+        if self.route.residual.is_streams:
+            sequence, (batch, hidden) = payload.shape[0] // rows, payload.shape[1:]
+            return StreamState(payload.view(sequence, batch, rows, hidden))
+        return PlainState(payload)
+
+    def exit(self, state: ResidualState, visit: Visit) -> Tensor:
+        """The payload for the next stage."""
+        if isinstance(state, SourceState):
+            return self._exit_sources(state, visit)
+        if isinstance(state, StreamState):
+            return state.streams.view(-1, state.streams.shape[1], state.streams.shape[-1])
+        return state.hidden
+
+    def _enter_sources(self, rows: Sequence[Tensor], visit: Visit) -> SourceState:
+        boundary = self._plan.boundary_into(self.stage)
+        *arrived, partial = rows
+        sources = dict(zip(boundary.sent, arrived, strict=True))
+        self._stash(self._plan.stash_on_entry(self.stage), sources, boundary, partial, visit)
+        for source in boundary.held:
+            sources[source] = self.route.cache.fetch(visit.micro_batch, source)
+        visit.source_ids = tuple(sorted(sources))
+        return SourceState(tuple(sources[source] for source in visit.source_ids), partial)
+
+    def _exit_sources(self, state: SourceState, visit: Visit) -> Tensor:
+        boundary = self._plan.boundary_into(self.stage + 1)
+        # behind a layer all sources are there and a source's id is its position
+        ids = range(len(state.sources)) if self.num_layers else visit.source_ids
+        sources = dict(zip(ids, state.sources, strict=True))
+        self._stash(
+            self._plan.stash_on_exit(self.stage), sources, boundary, state.partial, visit
+        )
+        rows = [sources[source] for source in boundary.sent] + [state.partial]
+        returns = _Returns(self.route.cache, visit.micro_batch, tuple(visit.kept))
+        return _Pack.apply(returns, len(rows), *rows, *visit.kept.values())
+
+    def _stash(
+        self,
+        stashed: Sequence[int],
+        sources: Mapping[int, Tensor],
+        boundary: Boundary,
+        partial: Tensor,
+        visit: Visit,
+    ) -> None:
+        for source in stashed:
+            value = partial if source == boundary.partial else sources[source]
+            fetches = self._plan.expected_deposits(self.stage, source)
+            if self.route.cache.stash(visit.micro_batch, source, value, fetches=fetches):
+                visit.kept[source] = value
+
+
+class _Returns:
+    """The gradients that a stage collects when its backward begins."""
+
+    def __init__(self, cache: SourceCache, micro_batch: int, sources: tuple[int, ...]) -> None:
+        self.cache, self.micro_batch, self.sources = cache, micro_batch, sources
+
+    def collect(self) -> list[Tensor]:
+        return [self.cache.collect(self.micro_batch, source) for source in self.sources]
+
+
+class _Pack(torch.autograd.Function):
+    """Rows into one payload; in backward, the rows' gradients and those of the kept sources.
+
+    The payload is the root of the stage's backward, which therefore begins by collecting what the
+    rank's later stages deposited for the sources this stage keeps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, returns: _Returns, num_rows: int, *tensors: Tensor) -> Tensor:
+        """Concatenate the first num_rows tensors along the sequence."""
+        ctx.returns, ctx.num_rows = returns, num_rows
+        return torch.cat(tensors[:num_rows])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Split the payload's gradient; append the collected ones."""
+        return (None, None, *gradient.chunk(ctx.num_rows), *ctx.returns.collect())
+
+
+def fresh(payload: Tensor) -> Tensor:
+    """The payload as a tensor that is no view, as the schedules demand of what a stage returns."""
+    return make_viewless_tensor(inp=payload, requires_grad=True, keep_graph=True)

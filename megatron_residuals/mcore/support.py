@@ -1,0 +1,106 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be combined with a replaced residual yet, refused when the model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron.core.transformer.identity_op import IdentityOp
+
+OFF = (None, False, 0, "none", [], ())
+
+
+class Refusal(NamedTuple):
+    """A host option that is refused when it is on, and what to do instead."""
+
+    option: str
+    advice: str
+
+
+REFUSALS = (
+    Refusal("mtp_num_layers", "multi-token prediction is not supported; leave --mtp-num-layers out"),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        "its schedule runs layers without the block; drop --overlap-moe-expert-parallel-comm",
+    ),
+    Refusal("cuda_graph_impl", "CUDA graphs are not supported; set --cuda-graph-impl none"),
+    Refusal("enable_cuda_graph", "CUDA graphs are not supported; drop --enable-cuda-graph"),
+    Refusal("external_cuda_graph", "CUDA graphs are not supported; drop --external-cuda-graph"),
+    Refusal("cpu_offloading", "activation offloading is not supported; drop --cpu-offloading"),
+    Refusal(
+        "fine_grained_activation_offloading",
+        "activation offloading is not supported; drop --fine-grained-activation-offloading",
+    ),
+    Refusal(
+        "fp32_residual_connection",
+        "the state has the dtype of the activations; drop --fp32-residual-connection",
+    ),
+    Refusal(
+        "apply_residual_connection_post_layernorm",
+        "mechanisms are defined for pre-norm layers; drop "
+        "--apply-residual-connection-post-layernorm",
+    ),
+    Refusal(
+        "fused_residual_rmsnorm",
+        "the norm must not own the residual; drop --fused-residual-rmsnorm",
+    ),
+    Refusal(
+        "inference_fuse_tp_communication",
+        "it adds the residual inside a kernel; turn it off",
+    ),
+    Refusal("heterogeneous_block_specs", "layers without attention or MLP are not supported"),
+    Refusal("use_ring_exchange_p2p", "use point-to-point communication of torch.distributed"),
+    Refusal(
+        "num_microbatches_with_partial_activation_checkpoints",
+        "partial activation checkpoints need full recompute, which is not supported",
+    ),
+    Refusal("enable_mhc_connections", "the host's own mHC is on; use one of the two"),
+    Refusal("enable_hyper_connections", "the host's own mHC is on; use one of the two"),
+    Refusal("enable_attention_residuals", "the host's own AttnRes is on; use one of the two"),
+    Refusal("wide_residual", "the host's own wide residual is on; use one of the two"),
+)
+
+
+def check_model(config: Any, layer_specs: Sequence[Any]) -> None:
+    """Refuse a model that would run wrong.
+
+    Args:
+        config: the host's ``TransformerConfig``.
+        layer_specs: the specs of the layers of this stage, before they are built.
+
+    Raises:
+        ValueError: listing every refused option with its value and what to do.
+    """
+    faults = [
+        f"{option} = {getattr(config, option)!r}: {advice}"
+        for option, advice in REFUSALS
+        if getattr(config, option, None) not in OFF
+    ]
+    if config.recompute_granularity == "full":
+        faults.append(
+            "recompute_granularity = 'full': not supported yet; use --recompute-granularity "
+            "selective, or none"
+        )
+    faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
+    if faults:
+        raise ValueError(
+            "this model cannot run with a replaced residual connection:\n"
+            + "\n".join(f"  - {fault}" for fault in faults)
+        )
+
+
+def _layer_faults(spec: Any) -> list[str]:
+    submodules = spec.submodules
+    faults = []
+    if _module(submodules.cross_attention) is not IdentityOp:
+        faults.append("a layer has cross-attention: only decoder-only layers are supported")
+    for name in ("self_attention", "mlp"):
+        if _module(getattr(submodules, name)) is IdentityOp:
+            faults.append(f"a layer has no {name}: layers need both an attention and an MLP")
+    return faults
+
+
+def _module(spec: Any) -> Any:
+    return getattr(spec, "module", spec)

@@ -1,0 +1,80 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The four verbs of a residual mechanism: open, read, write, close.
+
+    embedding --open--> state --read--> x --sublayer--> y --write--> state ... --close--> hidden
+
+``SublayerResidual`` (read, write) stands at every attention and MLP, ``ResidualHead`` (close) once in
+front of the final norm. No mechanism has parameters at the start, so open is the plain function
+``modules.open_state``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+StateT = TypeVar("StateT")
+PendingT = TypeVar("PendingT")
+
+
+class Float32Module(nn.Module):
+    """A module whose float32 parameters stay float32 when the model around it is cast to 16 bit.
+
+    The coefficients of a mechanism are few and sensitive; Megatron's Float16Module casts everything
+    it wraps, so the cast is undone here, where every version of the host comes through.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Module:
+        def keep_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
+            if tensor.dtype == torch.float32 and narrowed:
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(keep_float32, recurse)
+
+
+class SublayerResidual(Float32Module, ABC, Generic[StateT, PendingT]):
+    """What one sublayer reads from the residual state and how it writes its output back.
+
+    Call the module to read (so that hooks of data-parallel wrappers fire), then ``write``.
+    """
+
+    def forward(self, state: StateT) -> tuple[Tensor, PendingT]:
+        """``read``."""
+        return self.read(state)
+
+    @abstractmethod
+    def read(self, state: StateT) -> tuple[Tensor, PendingT]:
+        """Input of the sublayer x [..., d], and what ``write`` needs besides its output."""
+
+    @abstractmethod
+    def write(self, pending: PendingT, output: Tensor) -> StateT:
+        """The state after the sublayer returned output [..., d] (no residual inside)."""
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to their initial values."""
+
+
+class ResidualHead(Float32Module, ABC, Generic[StateT]):
+    """How the final state becomes one hidden state.
+
+    Call the module to close (so that hooks of data-parallel wrappers fire).
+    """
+
+    def forward(self, state: StateT) -> Tensor:
+        """``close``."""
+        return self.close(state)
+
+    @abstractmethod
+    def close(self, state: StateT) -> Tensor:
+        """The hidden state [..., d] in front of the final norm."""
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to their initial values."""

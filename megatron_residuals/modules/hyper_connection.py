@@ -1,0 +1,208 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-Connections and their manifold-constrained form: one module, two ways to coefficients."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_residuals.functional import (
+    StreamCoefficients,
+    contract_streams,
+    hc_coefficients,
+    mhc_coefficients,
+    mhc_head_weights,
+    read_streams,
+    write_streams,
+)
+from megatron_residuals.modules.base import ResidualHead, SublayerResidual
+from megatron_residuals.modules.state import StreamState
+
+# Biases of mHC, appendix A.6: sigmoid(3) = 0.95 of the home stream, near-identity mixing.
+A6_PRE = 3.0
+A6_RES_DIAGONAL, A6_RES_OFF_DIAGONAL = 3.0, -3.0
+HC_NORM_EPS = 1e-5
+HC_SCALE_INIT = 0.01
+
+
+class PendingWrite(NamedTuple):
+    """What a read leaves for the write: the streams and how to update them."""
+
+    streams: Tensor
+    h_post: Tensor
+    h_res: Tensor
+
+
+class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
+    """x = h_pre streams;  streams' = h_res streams + h_post y, with coefficients from the streams."""
+
+    @abstractmethod
+    def coefficients(self, streams: Tensor) -> StreamCoefficients:
+        """h_pre, h_post [..., n] and h_res [..., n, n] for streams [..., n, d]."""
+
+    def read(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
+        """The weighted sum of the streams."""
+        h_pre, h_post, h_res = self.coefficients(state.streams)
+        return read_streams(state.streams, h_pre), PendingWrite(state.streams, h_post, h_res)
+
+    def write(self, pending: PendingWrite, output: Tensor) -> StreamState:
+        """Streams mixed among themselves, plus the sublayer's output in every stream."""
+        return StreamState(write_streams(*pending, output))
+
+
+class HyperConnection(StreamResidual):
+    """HC (arXiv 2409.19606), static or dynamic. Initially every sublayer reads its home stream.
+
+    Parameters (float32): static_pre, static_post [n]; static_res [n, n] as [new, old]; when dynamic
+    mapping_weight [n + 2, d] (read, write, mix) and scale [2] (s_alpha, s_beta).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_streams: int,
+        home_stream: int,
+        dynamic: bool,
+        norm: str,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.home_stream, self.norm = home_stream, norm
+        self.static_pre = nn.Parameter(torch.empty(num_streams, device=device))
+        self.static_post = nn.Parameter(torch.empty(num_streams, device=device))
+        self.static_res = nn.Parameter(torch.empty(num_streams, num_streams, device=device))
+        mapping = torch.empty(num_streams + 2, hidden_size, device=device) if dynamic else None
+        scale = torch.empty(2, device=device) if dynamic else None
+        self.register_parameter("mapping_weight", None if mapping is None else nn.Parameter(mapping))
+        self.register_parameter("scale", None if scale is None else nn.Parameter(scale))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Read the home stream, write to all, mix nothing: exactly the plain residual."""
+        nn.init.zeros_(self.static_pre)
+        nn.init.ones_(self.static_post)
+        nn.init.eye_(self.static_res)
+        with torch.no_grad():
+            self.static_pre[self.home_stream] = 1.0
+        if self.mapping_weight is not None:
+            nn.init.zeros_(self.mapping_weight)
+            nn.init.constant_(self.scale, HC_SCALE_INIT)
+
+    def coefficients(self, streams: Tensor) -> StreamCoefficients:
+        """Static matrices plus, when dynamic, a bounded function of each stream."""
+        static = StreamCoefficients(self.static_pre, self.static_post, self.static_res)
+        return hc_coefficients(
+            streams, static, self.mapping_weight, self.scale, norm=self.norm, eps=HC_NORM_EPS
+        )
+
+
+class ManifoldHyperConnection(StreamResidual):
+    """mHC (arXiv 2512.24880): mixing constrained to (nearly) doubly stochastic matrices.
+
+    Parameters (float32): mapping_weight [2n + n^2, n d] and bias [2n + n^2], ordered pre, post, res
+    row-major; alpha_pre, alpha_post, alpha_res [1].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_streams: int,
+        home_stream: int,
+        convention: str,
+        iterations: int,
+        eps: float,
+        alpha_init: float,
+        initialisation: str,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_streams, self.home_stream = num_streams, home_stream
+        self.convention, self.iterations, self.eps = convention, iterations, eps
+        self.alpha_init, self.initialisation = alpha_init, initialisation
+        columns = 2 * num_streams + num_streams**2
+        self.mapping_weight = nn.Parameter(
+            torch.empty(columns, num_streams * hidden_size, device=device)
+        )
+        self.bias = nn.Parameter(torch.empty(columns, device=device))
+        self.alpha_pre = nn.Parameter(torch.empty(1, device=device))
+        self.alpha_post = nn.Parameter(torch.empty(1, device=device))
+        self.alpha_res = nn.Parameter(torch.empty(1, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zero mapping; biases of appendix A.6 (one home stream per sublayer) or all zero."""
+        nn.init.zeros_(self.mapping_weight)
+        nn.init.zeros_(self.bias)
+        for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
+            nn.init.constant_(alpha, self.alpha_init)
+        if self.initialisation == "a6":
+            n = self.num_streams
+            with torch.no_grad():
+                self.bias[:n] = -A6_PRE
+                self.bias[self.home_stream] = A6_PRE
+                res = self.bias[2 * n :].view(n, n)
+                res.fill_(A6_RES_OFF_DIAGONAL)
+                res.fill_diagonal_(A6_RES_DIAGONAL)
+
+    def coefficients(self, streams: Tensor) -> StreamCoefficients:
+        """Sigmoid gates and a Sinkhorn-normalised mixing matrix from all streams together."""
+        return mhc_coefficients(
+            streams,
+            self.mapping_weight,
+            self.bias,
+            torch.cat((self.alpha_pre, self.alpha_post, self.alpha_res)),
+            convention=self.convention,
+            iterations=self.iterations,
+            eps=self.eps,
+        )
+
+
+class StreamHead(ResidualHead[StreamState]):
+    """The contraction of n streams to one: their mean, their sum, or a learned weighted sum.
+
+    With ``learned`` (DeepSeek-V4's head), parameters (float32): head_weight [n, n d], head_bias [n],
+    head_scale [1]; the initial weights are 1/n each, which is the mean.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_streams: int,
+        contraction: str,
+        eps: float,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_streams, self.contraction, self.eps = num_streams, contraction, eps
+        if contraction == "learned":
+            self.head_weight = nn.Parameter(
+                torch.empty(num_streams, num_streams * hidden_size, device=device)
+            )
+            self.head_bias = nn.Parameter(torch.empty(num_streams, device=device))
+            self.head_scale = nn.Parameter(torch.empty(1, device=device))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Equal weights that do not depend on the input."""
+        if self.contraction == "learned":
+            nn.init.zeros_(self.head_weight)
+            nn.init.ones_(self.head_scale)
+            # sigmoid(-log(n - 1)) = 1/n; one stream has no such bias, and its weight only scales
+            nn.init.constant_(self.head_bias, -math.log(max(self.num_streams - 1, 1)))
+
+    def close(self, state: StreamState) -> Tensor:
+        """The contraction of the streams."""
+        weights = None
+        if self.contraction == "learned":
+            weights = mhc_head_weights(
+                state.streams, self.head_weight, self.head_bias, self.head_scale, eps=self.eps
+            )
+        return contract_streams(state.streams, self.contraction, weights)

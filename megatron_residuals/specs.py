@@ -1,0 +1,60 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Stable entry points for ``--spec megatron_residuals.specs NAME`` and for users' own specs.
+
+The dotted paths end up in users' checkpoints: they are never renamed. Importing this module
+replaces the named seams of the host (see ``mcore.install``), since an unmodified script does
+nothing else with us.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeVar
+
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.arguments import config_from_global_args
+from megatron_residuals.mcore.install import install
+from megatron_residuals.mcore.spec import DeferredSpec, replace_residual
+
+SpecT = TypeVar("SpecT")
+
+__all__ = [
+    "attnres",
+    "block_attnres",
+    "from_flags",
+    "hc",
+    "mhc",
+    "residual",
+    "residual_spec",
+]
+
+install()
+
+
+def residual_spec(base_spec: SpecT, config: ResidualConfig) -> SpecT:
+    """A copy of a Megatron spec whose layers carry the residual of ``config``.
+
+    Args:
+        base_spec: a layer ``ModuleSpec``, ``TransformerBlockSubmodules``, or a function returning one.
+
+    Returns:
+        A spec of the same kind, for ``GPTModel(transformer_layer_spec=…)``.
+
+    Raises:
+        TypeError: the spec is of another kind, or its layers are not ``TransformerLayer``s.
+    """
+    install()
+    return replace_residual(base_spec, config)
+
+
+def _named(mechanism: str | None) -> DeferredSpec:
+    return DeferredSpec(functools.partial(config_from_global_args, mechanism))
+
+
+residual = _named("residual")
+hc = _named("hc")
+mhc = _named("mhc")
+attnres = _named("attnres")
+block_attnres = _named("block_attnres")
+from_flags = _named(None)

@@ -1,0 +1,278 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny deterministic GPT on stock Megatron-Core, for comparing any parallel layout with one process.
+
+    one = run_toy(ToyGPT())
+    two = run_toy(ToyGPT(pp=2, vpp=2))      # forks two ranks, runs the host's interleaved schedule
+    assert one.losses == two.losses and ...
+
+Weights depend on the global parameter name and the seed, data on the seed: every layout computes the
+same function, through the host's own schedules (`get_forward_backward_func`).
+
+Precision. With `dtype=torch.float64` everything that matters is float64: parameters (norms included:
+the chunks are cast after construction), activations, pipeline messages, the attention softmax (the
+host upcasts fp16 and bf16 only, whatever `attention_softmax_in_fp32` says). The one exception would
+be the host's vocabulary-parallel cross entropy, which casts logits to float32; hence the loss here is
+computed from the logits, in their dtype. Rotary angles are float32 constants, equal in every layout.
+Keep the fusions off (the default of `TransformerConfig`) and `fp32_residual_connection` too.
+
+Call `megatron_residuals.testing.install()` before importing this module: it imports Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_residuals.testing.ranks import run_ranks
+from megatron_residuals.testing.toy_weights import (
+    Initialise,
+    default_initialise,
+    full_grads,
+    initialise_chunk,
+)
+
+Spec = ModuleSpec | TransformerBlockSubmodules
+SpecLike = Spec | Callable[[TransformerConfig, int | None], Spec] | None
+"""A layer or block spec, a function of (config, vp_stage) that makes one, or None: the local spec."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyGPT:
+    """Sizes and layout of the toy; `dataclasses.replace` makes another layout of the same model."""
+
+    num_layers: int = 4
+    hidden_size: int = 32
+    num_heads: int = 4
+    vocab_size: int = 64
+    seq_length: int = 16
+    micro_batch_size: int = 2
+    num_microbatches: int = 4
+    seq_lengths: tuple[int, ...] | None = None
+    """Length of each micro-batch, instead of `seq_length` for all (`variable_seq_lengths`)."""
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    seed: int = 1234
+    tied_embeddings: bool = False
+    positions: Literal["rope", "learned_absolute"] = "rope"
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    bias: bool = True
+    dropout: float = 0.0
+    config_overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """Further arguments of `TransformerConfig`; they win over everything above."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Sequence length of each micro-batch."""
+        return self.seq_lengths or (self.seq_length,) * self.num_microbatches
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+
+class ToyResult(NamedTuple):
+    """What a step of the toy computed, merged over its ranks."""
+
+    losses: list[float]
+    """Mean loss of each micro-batch."""
+    grads: dict[str, torch.Tensor]
+    """Gradient of the mean of the losses, by global parameter name, whole."""
+
+
+def setup_parallel(toy: ToyGPT) -> None:
+    """Initialises the host's parallel state and random states on this rank of `run_ranks`."""
+    parallel_state.initialize_model_parallel(toy.tp, toy.pp, toy.vpp)
+    model_parallel_cuda_manual_seed(toy.seed)
+
+
+def transformer_config(toy: ToyGPT) -> TransformerConfig:
+    """The host's configuration of the toy.
+
+    Under VPP the point-to-point calls overlap and are not batched: batched, with two pipeline ranks,
+    the stock interleaved schedule mixes up messages whose next and previous rank are one peer.
+    """
+    arguments: dict[str, Any] = dict(
+        num_layers=toy.num_layers,
+        hidden_size=toy.hidden_size,
+        num_attention_heads=toy.num_heads,
+        normalization=toy.normalization,
+        add_bias_linear=toy.bias,
+        hidden_dropout=toy.dropout,
+        attention_dropout=toy.dropout,
+        tensor_model_parallel_size=toy.tp,
+        pipeline_model_parallel_size=toy.pp,
+        virtual_pipeline_model_parallel_size=toy.vpp,
+        sequence_parallel=toy.sequence_parallel,
+        params_dtype=toy.dtype,
+        pipeline_dtype=toy.dtype,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    if toy.vpp is not None:
+        arguments.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if toy.seq_lengths is not None:
+        # The host insists on this dispatcher, in dense models as well.
+        arguments.update(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    arguments.update(toy.config_overrides)
+    return TransformerConfig(**arguments)
+
+
+def build_chunks(
+    toy: ToyGPT, spec: SpecLike = None, *, initialise: Initialise = default_initialise
+) -> list[GPTModel]:
+    """This rank's model chunks, one per virtual stage, with weights that no layout changes.
+
+    Args:
+        initialise: gives every parameter its full weight by global name (`decoder.layers.3.…`), or
+            None to keep the module's own; see `toy_weights.default_initialise`.
+    """
+    config = transformer_config(toy)
+    last_rank = parallel_state.get_pipeline_model_parallel_world_size() - 1
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = []
+    for chunk_index in range(toy.vpp or 1):
+        vp_stage = None if toy.vpp is None else chunk_index
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_resolve(spec, config, vp_stage),
+            vocab_size=toy.vocab_size,
+            max_sequence_length=max(toy.lengths),
+            pre_process=rank == 0 and chunk_index == 0,
+            post_process=rank == last_rank and chunk_index == (toy.vpp or 1) - 1,
+            position_embedding_type=toy.positions,
+            share_embeddings_and_output_weights=toy.tied_embeddings,
+            vp_stage=vp_stage,
+        )
+        # Torch's norms are born float32, whatever `params_dtype` says.
+        chunk.to(toy.dtype)
+        initialise_chunk(chunk, initialise, toy.seed)
+        chunks.append(chunk)
+    return chunks
+
+
+def train_step(
+    chunks: Sequence[GPTModel], toy: ToyGPT, *, forward_only: bool = False
+) -> list[float]:
+    """Runs one step of the host's schedule; gradients are left in `parameter.grad`, replaced.
+
+    Returns:
+        The mean loss of each micro-batch on ranks of the last stage, an empty list elsewhere.
+    """
+    for chunk in chunks:
+        chunk.train(not forward_only)
+        if not forward_only:
+            chunk.zero_grad(set_to_none=True)
+    iterators = [micro_batches(toy) for _ in chunks]
+    store = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iterators if toy.vpp is not None else iterators[0],
+        model=list(chunks) if toy.vpp is not None else chunks[0],
+        num_microbatches=toy.num_microbatches,
+        seq_length=max(toy.lengths),
+        micro_batch_size=toy.micro_batch_size,
+        decoder_seq_length=max(toy.lengths),
+        forward_only=forward_only,
+    )
+    return [entry["loss"].item() for entry in store]
+
+
+def run_toy(
+    toy: ToyGPT,
+    spec: SpecLike = None,
+    *,
+    initialise: Initialise = default_initialise,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> ToyResult:
+    """One training step of the toy on `tp * pp` forked ranks.
+
+    Raises:
+        RankFailure: a rank failed or hung.
+        RuntimeError: two ranks hold the same parameter and disagree on its gradient, bit for bit.
+    """
+    results = run_ranks(toy.world_size, _step, toy, spec, initialise, timeout_s=timeout_s, env=env)
+    return merge(results)
+
+
+def merge(results: Sequence[ToyResult]) -> ToyResult:
+    """One result from those of the ranks, which must agree exactly on what several of them hold."""
+    losses: list[float] = []
+    grads: dict[str, torch.Tensor] = {}
+    faults = []
+    for rank, result in enumerate(results):
+        if losses and result.losses and losses != result.losses:
+            faults.append(f"losses: rank {rank} has {result.losses}, a lower rank {losses}")
+        losses = losses or result.losses
+        for name, grad in result.grads.items():
+            known = grads.setdefault(name, grad)
+            if not torch.equal(known, grad):
+                difference = (known - grad).abs().max().item()
+                faults.append(f"gradient of {name}: rank {rank} differs by {difference:.3e}")
+    if faults:
+        raise RuntimeError(
+            "ranks that hold the same parameter must agree on it (is a parameter used on sequence "
+            "shards without `sequence_parallel` set on it?):\n  " + "\n  ".join(faults)
+        )
+    return ToyResult(losses, grads)
+
+
+def micro_batches(toy: ToyGPT) -> Iterator[dict[str, torch.Tensor]]:
+    """Random tokens and labels [b, s], positions [b, s] and the causal mask [1, 1, s, s]."""
+    generator = torch.Generator().manual_seed(toy.seed)
+    for length in toy.lengths:
+        tokens = torch.randint(
+            toy.vocab_size, (toy.micro_batch_size, length + 1), generator=generator
+        )
+        yield {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "positions": torch.arange(length).expand(toy.micro_batch_size, -1).contiguous(),
+            "mask": torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
+        }
+
+
+def _step(toy: ToyGPT, spec: SpecLike, initialise: Initialise) -> ToyResult:
+    setup_parallel(toy)
+    chunks = build_chunks(toy, spec, initialise=initialise)
+    losses = train_step(chunks, toy)
+    return ToyResult(losses, full_grads(chunks))
+
+
+def _resolve(spec: SpecLike, config: TransformerConfig, vp_stage: int | None) -> Spec:
+    if spec is None:
+        return get_gpt_layer_local_spec(normalization=config.normalization)
+    # A ModuleSpec is callable itself: ask for its type first.
+    if isinstance(spec, (ModuleSpec, TransformerBlockSubmodules)):
+        return spec
+    return spec(config, vp_stage)
+
+
+def _forward_step(
+    batches: Iterator[dict[str, torch.Tensor]], model: GPTModel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    batch = next(batches)
+    output = model(batch["tokens"], batch["positions"], batch["mask"])
+
+    def loss_function(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        # [b, s, vocab / tp] -> [b * s, vocab]; the host's own loss would cast to float32.
+        logits = gather_from_tensor_model_parallel_region(logits).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, loss_function

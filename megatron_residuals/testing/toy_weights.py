@@ -1,0 +1,130 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and gradients of a model by global name, whatever ranks its pieces live on.
+
+A global name is a parameter's name in the model of one process: layer numbers count from the first
+layer of the whole model, and the output weight of tied embeddings is the embedding's.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+
+Initialise = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor | None]
+"""(global name, full shape, generator) -> full weight, or None to keep what the module chose."""
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_SCALE = 0.08
+
+
+def default_initialise(
+    name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    """0.08 * N(0, 1), float64; one is added to the scale of a norm."""
+    weight = torch.randn(shape, generator=generator, dtype=torch.float64) * _SCALE
+    return weight + 1 if "norm" in name and name.endswith("weight") else weight
+
+
+def named_globally(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(global name, parameter) of one model chunk."""
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    tied = chunk.share_embeddings_and_output_weights
+    for name, parameter in chunk.named_parameters():
+        if tied and name == "output_layer.weight":
+            yield _EMBEDDING, parameter
+            continue
+        yield (
+            _LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m.group(1))]}.", name),
+            parameter,
+        )
+
+
+@torch.no_grad()
+def initialise_chunk(chunk: torch.nn.Module, initialise: Initialise, seed: int) -> None:
+    """Sets every parameter to this rank's share of a weight that depends on name and seed alone."""
+    for name, parameter in named_globally(chunk):
+        shape = list(parameter.shape)
+        if _is_sharded(parameter):
+            shape[parameter.partition_dim] *= _tp_size()
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        weight = initialise(name, tuple(shape), generator)
+        if weight is not None:
+            parameter.copy_(_own_shard(weight, parameter))
+
+
+def full_grads(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """{global name: gradient} of this rank's parameters, whole over TP; zeros where none arrived.
+
+    A collective call: it does what `finalize_model_grads` does without data parallelism (sums over TP
+    for sequence-parallel parameters, over the first and last stage for tied embeddings), on copies.
+    Frozen parameters are left out.
+    """
+    grads: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        for name, parameter in named_globally(chunk):
+            if not parameter.requires_grad:
+                continue
+            grad = parameter.grad
+            grad = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
+            _reduce_over_tp(grad, name, parameter, chunk.config)
+            grads[name] = _gather_over_tp(grad, parameter)
+        if chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process):
+            _sum_over_stages(grads, chunk)
+    return grads
+
+
+def _sum_over_stages(grads: dict[str, torch.Tensor], chunk: torch.nn.Module) -> None:
+    # One process has one embedding parameter, and a stage that is both first and last has too.
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and _EMBEDDING in grads:
+        torch.distributed.all_reduce(grads[_EMBEDDING], group=parallel_state.get_embedding_group())
+
+
+def _tp_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _is_sharded(parameter: torch.nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _own_shard(weight: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    if not _is_sharded(parameter):
+        return weight
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    # A gated MLP stacks gate and up: a rank owns its share of each (stride 2).
+    parts = weight.chunk(stride, dim)
+    return torch.cat([part.chunk(_tp_size(), dim)[rank] for part in parts], dim)
+
+
+def _gather_over_tp(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    if not _is_sharded(parameter) or _tp_size() == 1:
+        return grad
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    shards = [torch.empty_like(grad) for _ in range(_tp_size())]
+    torch.distributed.all_gather(
+        shards, grad.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+    )
+    parts = [shard.chunk(stride, dim) for shard in shards]
+    return torch.cat([part[i] for i in range(stride) for part in parts], dim)
+
+
+def _reduce_over_tp(
+    grad: torch.Tensor, name: str, parameter: torch.nn.Parameter, config: object
+) -> None:
+    if _tp_size() == 1:
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        torch.distributed.all_reduce(grad, group=group)
+        grad /= _tp_size()
+    elif (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or (
+        config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+    ):
+        torch.distributed.all_reduce(grad, group=group)

@@ -1,0 +1,73 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Package metadata. Tool settings are in pyproject.toml, pinned sets in .ci/requirements."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """Read the version without importing the package: neither torch nor Megatron is there yet."""
+    text = (HERE / "megatron_residuals" / "_version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('megatron_residuals/_version.py has no line `__version__ = "..."`.')
+    return match.group(1)
+
+
+WANDB = ["wandb>=0.16"]
+TRITON = ["triton>=3.0; platform_system == 'Linux'"]
+# The bare `transformer-engine` has no core and raises on import: only ask for it with [pytorch].
+TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.0"]
+# What megatron.training imports beyond megatron-core's own requirements, and the plots.
+DEMO = [*WANDB, "matplotlib>=3.8", "omegaconf>=2.3", "psutil", "pyyaml", "tensorboard>=2.14"]
+DEVELOPMENT = [
+    *DEMO,
+    "hypothesis>=6.100",
+    "mypy>=1.10",
+    "pytest>=8.2",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "ruff>=0.6",
+    "setuptools>=77",
+]
+DOCUMENTATION = ["matplotlib>=3.8", "myst-parser>=3.0", "sphinx>=7.3"]
+
+setup(
+    name="megatron-residuals",
+    version=read_version(),
+    description="Hyper-Connections and Attention Residuals for stock Megatron-Core models.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="megatron_residuals contributors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["megatron_residuals", "megatron_residuals.*"]),
+    python_requires=">=3.10",
+    install_requires=["torch>=2.6", "megatron-core>=0.16.1,<0.20"],
+    extras_require={
+        "wandb": WANDB,
+        "triton": TRITON,
+        "te": TRANSFORMER_ENGINE,
+        "demo": DEMO,
+        "dev": DEVELOPMENT,
+        "docs": DOCUMENTATION,
+    },
+    entry_points={"console_scripts": ["megatron-residuals = megatron_residuals.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

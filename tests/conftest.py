@@ -1,0 +1,44 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every process that runs tests gets the CPU host before anything imports Megatron."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from importlib.metadata import version
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check which host this run is about, and install the CPU host (nothing to do beside a GPU)."""
+    expected = os.environ.get("MEGATRON_RESIDUALS_EXPECTED_HOST")
+    if expected and version("megatron-core") != expected:
+        raise pytest.UsageError(
+            f"this run is to test megatron-core {expected}, but {version('megatron-core')} comes "
+            "first on sys.path. Run `make test`, which sets PYTHONPATH, or unset "
+            "MEGATRON_RESIDUALS_EXPECTED_HOST."
+        )
+    if is_xdist_controller(config):
+        return
+    from megatron_residuals.testing import cpu_host
+
+    with warnings.catch_warnings():
+        # It imports Megatron, which warns of each accelerator library that is not there.
+        warnings.simplefilter("ignore")
+        cpu_host.install()
+
+
+def is_xdist_controller(config: pytest.Config) -> bool:
+    """It only hands out tests, and so can do without five seconds of imports."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def pytest_report_header() -> str:
+    """The host under test, read from metadata: importing it is left to the workers."""
+    return (
+        f"host: megatron-core {version('megatron-core')}, torch {version('torch')}, "
+        f"Python {platform.python_version()}"
+    )

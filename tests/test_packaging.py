@@ -1,0 +1,190 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What `pip install .` gives, the layout of the project, and the scripts behind `make`."""
+
+from __future__ import annotations
+
+import configparser
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import megatron_residuals
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"megatron_residuals", "patches", "examples", "tests", "launch", "docs"}
+FILES = {"setup.py", "README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml"}
+ALLOWED = {"benchmarks", ".ci", ".gitignore", ".git"}
+EXTRAS = {"wandb", "triton", "te", "demo", "dev", "docs"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built, without a network, from a copy: building leaves files beside setup.py."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    no_caches = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_residuals", source / "megatron_residuals", ignore=no_caches)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(built), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (path,) = built.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return Parser().parsestr(read_dist_info(wheel, "METADATA"))
+
+
+def read_dist_info(wheel: zipfile.ZipFile, name: str) -> str:
+    (member,) = [entry for entry in wheel.namelist() if entry.endswith(f".dist-info/{name}")]
+    return wheel.read(member).decode()
+
+
+def requirements(metadata: Message) -> list[Requirement]:
+    return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+
+
+def test_the_wheel_has_the_name_and_the_version_that_the_package_reports(metadata: Message) -> None:
+    assert metadata["Name"] == "megatron-residuals"
+    assert metadata["Version"] == megatron_residuals.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(">=3.10")
+
+
+def test_installing_needs_torch_and_a_supported_megatron_core_and_nothing_else(
+    metadata: Message,
+) -> None:
+    needed = {r.name: r.specifier for r in requirements(metadata) if r.marker is None}
+    assert needed == {
+        "torch": SpecifierSet(">=2.6"),
+        "megatron-core": SpecifierSet(">=0.16.1,<0.20"),
+    }
+
+
+def test_the_extras_are_the_documented_ones_and_none_asks_for_apex(metadata: Message) -> None:
+    assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
+    # The name on the package index is another project's.
+    assert "apex" not in {r.name.lower() for r in requirements(metadata)}
+
+
+def test_transformer_engine_is_only_asked_for_with_its_pytorch_part(metadata: Message) -> None:
+    (engine,) = [r for r in requirements(metadata) if r.name == "transformer-engine"]
+    assert engine.extras == {"pytorch"}
+
+
+def test_the_wheel_brings_the_console_command(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(read_dist_info(wheel, "entry_points.txt"))
+    assert dict(parser["console_scripts"]) == {"megatron-residuals": "megatron_residuals.cli:main"}
+
+
+def test_the_wheel_holds_every_module_of_the_package_and_nothing_from_beside_it(
+    wheel: zipfile.ZipFile,
+) -> None:
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    source = (ROOT / "megatron_residuals").rglob("*.py")
+    # A folder without __init__.py would be left out in silence.
+    assert packed == {path.relative_to(ROOT).as_posix() for path in source}
+
+
+def test_the_pinned_sets_satisfy_what_the_package_asks_for(metadata: Message) -> None:
+    for pins in ("main.txt", "host-0.16.txt"):
+        text = (ROOT / ".ci" / "requirements" / pins).read_text(encoding="utf-8")
+        pinned = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
+        assert "apex" not in pinned
+        for requirement in requirements(metadata):
+            if requirement.marker is None:
+                assert requirement.specifier.contains(pinned[requirement.name]), (pins, requirement)
+
+
+def test_the_top_level_holds_what_was_asked_for_and_only_ignored_files_beside_it() -> None:
+    present = {path.name for path in ROOT.iterdir()}
+    assert {name for name in FOLDERS if not (ROOT / name).is_dir()} == set()
+    assert {name for name in FILES if not (ROOT / name).is_file()} == set()
+    patterns = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    ignored = [line.strip("/") for line in patterns if line and not line.startswith("#")]
+    extra = present - FOLDERS - FILES - ALLOWED
+    assert {n for n in extra if not any(fnmatch.fnmatch(n, i) for i in ignored)} == set()
+
+
+def test_the_licence_is_the_full_apache_text() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "9. Accepting Warranty or Additional Liability." in text
+    assert "limitations under the License." in text
+
+
+def test_ci_calls_the_test_command_of_the_readme() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^make test\b", script.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def run_setup(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a copy of .ci/setup that knows no place to look in but PATH and pyenv's folder."""
+    script = folder / ".ci" / "setup"
+    script.parent.mkdir()
+    text = (ROOT / ".ci" / "setup").read_text(encoding="utf-8")
+    script.write_text(re.sub(r"^places=.*$", "places=", text, flags=re.MULTILINE))
+    command = [shutil.which("bash") or "bash", str(script), "main"]
+    return subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+
+
+def bare_environment(folder: Path) -> dict[str, str]:
+    """A PATH with nothing on it but the tools that the script calls, and a home of its own."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for tool in ("bash", "cat", "cmp", "dirname", "head"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    return {"PATH": str(tools), "HOME": str(folder)}
+
+
+def test_setup_says_in_one_line_what_to_do_where_no_python_is_new_enough(tmp_path: Path) -> None:
+    env = bare_environment(tmp_path)
+    write_script(tmp_path / "tools" / "python3", "echo Python 3.9.1; exit 1")
+    run = run_setup(tmp_path, env)
+    assert run.returncode != 0
+    (line,) = (run.stdout + run.stderr).splitlines()
+    assert "no Python 3.12 or newer" in line and "pyenv install 3.12" in line
+
+
+def test_setup_refuses_in_one_line_the_named_python_when_it_is_too_old(tmp_path: Path) -> None:
+    named = write_script(tmp_path / "named", "echo Python 3.9.1; exit 1")
+    run = run_setup(tmp_path, {**bare_environment(tmp_path), "PYTHON": str(named)})
+    assert run.returncode != 0
+    (line,) = (run.stdout + run.stderr).splitlines()
+    assert f"PYTHON={named}" in line and "3.12 or newer" in line
+
+
+def test_setup_finds_the_python_that_pyenv_has_but_path_has_not(tmp_path: Path) -> None:
+    folder = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
+    folder.mkdir(parents=True)
+    # It passes for a 3.12, and ends the script at the next step: it cannot make an environment.
+    pretend = f'[ "$1" = -m ] && exit 9\ncat >/dev/null\necho {folder}/python3.12'
+    write_script(folder / "python3.12", pretend)
+    run = run_setup(tmp_path, bare_environment(tmp_path))
+    assert run.returncode == 9
+    assert f"from {folder}/python3.12" in run.stdout
+
+
+def write_script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
