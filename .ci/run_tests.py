@@ -84,7 +84,7 @@ def run_pytest(name: str, python: Path, args: Sequence[str], env: Mapping[str, s
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *args]
+        command = [str(python), "-m", "pytest", f"--junitxml={report}", *args]
         code = subprocess.run(command, cwd=ROOT, env=dict(env)).returncode
         passed, failed, skipped = read_counts(report) if report.is_file() else (0, 0, 0)
     note = PYTEST_EXIT_CODES.get(code, "" if code in (0, 1) else f"exit status {code}")

@@ -51,7 +51,7 @@ def choose_documents(files: list[Path], *, max_bytes: int, seed: int) -> list[by
 
 
 def unigram_entropy(documents: list[bytes]) -> float:
-    """Entropy in nats per token of the token frequencies: the loss of the best context-free guess."""
+    """Entropy of the token frequencies in nats: the loss of the best guess without context."""
     counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
     counts[EOD] = len(documents)
     for content in documents:

@@ -115,6 +115,11 @@ class ResidualConfig:
         "full (the whole prefix; bitwise equal to no pipeline)",
         choices=TRANSPORTS,
     )
+    check_messages: bool = _option(  # type: ignore[assignment]
+        False,
+        "send a header ahead of every pipeline message and check that it is the one expected "
+        "(for bringing up a new cluster; costs a small message and a wait for each)",
+    )
 
     def __post_init__(self) -> None:
         faults = self._faults()
@@ -152,8 +157,9 @@ class ResidualConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 faults.append(f"{name} is {value!r}; give a number above 0")
-        if not isinstance(self.hc_dynamic, bool):
-            faults.append(f"hc_dynamic is {self.hc_dynamic!r}; give True or False")
+        for name in ("hc_dynamic", "check_messages"):
+            if not isinstance(getattr(self, name), bool):
+                faults.append(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.block_layers is not None and self.block_sublayers is not None:
             faults.append(
                 f"block_layers={self.block_layers} and block_sublayers={self.block_sublayers} are "

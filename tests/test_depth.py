@@ -29,7 +29,7 @@ sublayer  opens  reads
 
 
 def walk(depth: DepthMap) -> list[tuple[list[set[object]], set[object]]]:
-    """(pushed sources, partial) before each sublayer and before the end, as sets of contributions."""
+    """(pushed sources, partial) before each sublayer and before the end, as contributions."""
     blocks: list[set[object]] = []
     partial: set[object] = {"embedding"}
     states = []
@@ -46,29 +46,33 @@ def contributions(depth: DepthMap, source: int) -> set[object]:
     return {"embedding"} if source == 0 else set(depth.block_range(source))
 
 
-@pytest.mark.parametrize("depth", SMALL_DEPTHS, ids=repr)
-def test_every_count_agrees_with_a_walk_through_the_sublayers(depth: DepthMap) -> None:
-    for i, (blocks, partial) in enumerate(walk(depth)):
-        assert blocks == [contributions(depth, n) for n in range(depth.num_sources(i))]
-        target = contributions(depth, depth.partial_id(i))
-        assert partial <= target
-        assert depth.partial_is_complete(i) == (partial == target)
-        assert depth.num_read(i) == len(blocks) + 1
-        assert depth.num_complete(i) == len(blocks) + (partial == target)
-        if i < depth.num_sublayers:
-            assert depth.opens_block(i) == (len(walk(depth)[i + 1][0]) > len(blocks))
+def test_every_count_agrees_with_a_walk_through_the_sublayers() -> None:
+    for depth in SMALL_DEPTHS:
+        states = walk(depth)
+        for i, (blocks, partial) in enumerate(states):
+            assert blocks == [contributions(depth, n) for n in range(depth.num_sources(i))], depth
+            target = contributions(depth, depth.partial_id(i))
+            assert partial <= target, (depth, i)
+            assert depth.partial_is_complete(i) == (partial == target), (depth, i)
+            assert depth.num_read(i) == len(blocks) + 1, (depth, i)
+            assert depth.num_complete(i) == len(blocks) + (partial == target), (depth, i)
+            if i < depth.num_sublayers:
+                pushes = len(states[i + 1][0]) > len(blocks)
+                assert depth.opens_block(i) == pushes, (depth, i)
 
 
-@pytest.mark.parametrize("depth", SMALL_DEPTHS, ids=repr)
-def test_the_blocks_cut_all_sublayers_into_consecutive_ranges(depth: DepthMap) -> None:
-    ranges = [depth.block_range(source) for source in range(depth.num_blocks + 1)]
-    assert [i for block in ranges for i in block] == list(range(depth.num_sublayers))
-    assert not ranges[0]
-    assert all(len(block) == depth.block_sublayers for block in ranges[1:-1])
-    assert 1 <= len(ranges[-1]) <= depth.block_sublayers
+def test_the_blocks_cut_all_sublayers_into_consecutive_ranges() -> None:
+    for depth in SMALL_DEPTHS:
+        ranges = [depth.block_range(source) for source in range(depth.num_blocks + 1)]
+        assert [i for block in ranges for i in block] == list(range(depth.num_sublayers)), depth
+        assert not ranges[0]
+        assert all(len(block) == depth.block_sublayers for block in ranges[1:-1]), depth
+        assert 1 <= len(ranges[-1]) <= depth.block_sublayers, depth
 
 
-@pytest.mark.parametrize(("num_layers", "block_layers"), [(27, 3), (93, 12), (5, 5), (7, 9), (6, 1)])
+@pytest.mark.parametrize(
+    ("num_layers", "block_layers"), [(27, 3), (93, 12), (5, 5), (7, 9), (6, 1)]
+)
 def test_blocks_of_whole_layers_follow_the_published_source_counts(
     num_layers: int, block_layers: int
 ) -> None:

@@ -1,12 +1,11 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What `pip install .` gives, the layout of the project, and the scripts behind `make`."""
+"""What `pip install .` gives, and the layout of the project."""
 
 from __future__ import annotations
 
 import configparser
 import fnmatch
-import os
 import re
 import shutil
 import subprocess
@@ -127,64 +126,3 @@ def test_the_licence_is_the_full_apache_text() -> None:
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert "9. Accepting Warranty or Additional Liability." in text
     assert "limitations under the License." in text
-
-
-def test_ci_calls_the_test_command_of_the_readme() -> None:
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert re.search(r"^make test\b", script.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def run_setup(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a copy of .ci/setup that knows no place to look in but PATH and pyenv's folder."""
-    script = folder / ".ci" / "setup"
-    script.parent.mkdir()
-    text = (ROOT / ".ci" / "setup").read_text(encoding="utf-8")
-    script.write_text(re.sub(r"^places=.*$", "places=", text, flags=re.MULTILINE))
-    command = [shutil.which("bash") or "bash", str(script), "main"]
-    return subprocess.run(
-        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
-
-
-def bare_environment(folder: Path) -> dict[str, str]:
-    """A PATH with nothing on it but the tools that the script calls, and a home of its own."""
-    tools = folder / "tools"
-    tools.mkdir()
-    for tool in ("bash", "cat", "cmp", "dirname", "head"):
-        (tools / tool).symlink_to(shutil.which(tool) or tool)
-    return {"PATH": str(tools), "HOME": str(folder)}
-
-
-def test_setup_says_in_one_line_what_to_do_where_no_python_is_new_enough(tmp_path: Path) -> None:
-    env = bare_environment(tmp_path)
-    write_script(tmp_path / "tools" / "python3", "echo Python 3.9.1; exit 1")
-    run = run_setup(tmp_path, env)
-    assert run.returncode != 0
-    (line,) = (run.stdout + run.stderr).splitlines()
-    assert "no Python 3.12 or newer" in line and "pyenv install 3.12" in line
-
-
-def test_setup_refuses_in_one_line_the_named_python_when_it_is_too_old(tmp_path: Path) -> None:
-    named = write_script(tmp_path / "named", "echo Python 3.9.1; exit 1")
-    run = run_setup(tmp_path, {**bare_environment(tmp_path), "PYTHON": str(named)})
-    assert run.returncode != 0
-    (line,) = (run.stdout + run.stderr).splitlines()
-    assert f"PYTHON={named}" in line and "3.12 or newer" in line
-
-
-def test_setup_finds_the_python_that_pyenv_has_but_path_has_not(tmp_path: Path) -> None:
-    folder = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
-    folder.mkdir(parents=True)
-    # It passes for a 3.12, and ends the script at the next step: it cannot make an environment.
-    pretend = f'[ "$1" = -m ] && exit 9\ncat >/dev/null\necho {folder}/python3.12'
-    write_script(folder / "python3.12", pretend)
-    run = run_setup(tmp_path, bare_environment(tmp_path))
-    assert run.returncode == 9
-    assert f"from {folder}/python3.12" in run.stdout
-
-
-def write_script(path: Path, body: str) -> Path:
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return path

@@ -116,10 +116,14 @@ class ResidualTransformerBlock(TransformerBlock):
         hidden = hidden_states if self.pre_process else self._payload
         self._payload = self.input_tensor = None
         visit = self.stage_io.begin()
+        entered = fresh(hidden)
         with self._rng_context(), outer_quantization_context(self.config):
-            hidden = self._run(fresh(hidden), visit, arguments)
+            hidden = self._run(entered, visit, arguments)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
+        if hidden is entered and not self.pre_process:
+            # the schedules keep a stage's input and output apart, also where nothing lies between
+            return hidden.clone()
         return fresh(hidden)
 
     def _run(self, hidden: Tensor, visit: Any, arguments: dict[str, Any]) -> Tensor:
@@ -129,8 +133,7 @@ class ResidualTransformerBlock(TransformerBlock):
         elif io.opens:
             state = open_state(self.residual, hidden)
         else:
-            # an input that is also the output would be one node with two roles in the schedules
-            return hidden if self.pre_process or self.final_layernorm else hidden.clone()
+            return hidden
         for layer in self.layers:
             with layer_quantization_context(self.config, layer.layer_number - 1):
                 state: ResidualState = layer(state, **arguments)

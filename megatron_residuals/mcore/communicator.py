@@ -9,7 +9,7 @@ plan says will arrive, instead of one fixed shape, and keeps the two directions 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from megatron_residuals.mcore.route import Route, route_of
+from megatron_residuals.mcore import preflight
+from megatron_residuals.mcore.late import LateTensor, Message
+from megatron_residuals.mcore.message_order import MessageOrder, ScheduleTable
+from megatron_residuals.mcore.route import route_of
 from megatron_residuals.mcore.wire import Direction
-
-ScheduleTable = Sequence[tuple[int, int]]  # (micro-batch, chunk) in the order of forward passes
-HEADER_LENGTH = 3  # payloads have three dimensions
 
 
 class ResidualP2PCommunicator(P2PCommunicator):
@@ -32,9 +32,9 @@ class ResidualP2PCommunicator(P2PCommunicator):
     def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
         self._route = route_of(config)
-        self._arrivals: dict[str, Iterator[int]] | None = None
+        self._order: MessageOrder | None = None
         if self._route is not None and self._route.plan.layout.num_chunks == 1:
-            self._route.begin_step()
+            self._begin_step(None)
         ResidualP2PCommunicator._latest = weakref.ref(self)
 
     @classmethod
@@ -45,8 +45,11 @@ class ResidualP2PCommunicator(P2PCommunicator):
         """
         latest = cls._latest() if cls._latest is not None else None
         if latest is not None and latest._route is not None:
-            latest._route.begin_step()
-            latest._arrivals = arrivals(latest._route, table)
+            latest._begin_step(table)
+
+    def _begin_step(self, table: ScheduleTable | None) -> None:
+        self._order = MessageOrder(self._route.plan.layout, self._route.rank, table)
+        self._route.begin_step()
 
     def _communicate(
         self,
@@ -69,73 +72,71 @@ class ResidualP2PCommunicator(P2PCommunicator):
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
+        if not route.agreed:
+            self._agree(tensor_send_next, tensor_shape)
         handles: dict[str, Any] = {}
-        from_prev = self._exchange(
-            route.wire.forward, tensor_send_next, recv_prev, tensor_shape, handles
+        from_prev, handles["send_next"], handles["recv_prev"] = self._exchange(
+            route.wire.forward, tensor_send_next, recv_prev, tensor_shape
         )
-        from_next = self._exchange(
-            route.wire.backward, tensor_send_prev, recv_next, tensor_shape, handles
+        from_next, handles["send_prev"], handles["recv_next"] = self._exchange(
+            route.wire.backward, tensor_send_prev, recv_next, tensor_shape
         )
+        handles = {name: handle for name, handle in handles.items() if handle is not None}
         if not wait_on_reqs:
             return from_prev, from_next, handles
-        for handle in handles.values():
-            handle.wait()
+        # receives first: a receive that starts by reading a header lets the peer's send complete
+        for name in sorted(handles):
+            handles[name].wait()
+        route.outbox.drain()
         if self.config.batch_p2p_comm and self.config.batch_p2p_sync:
             torch.cuda.synchronize()  # what the host does after batched point-to-point calls
         return from_prev, from_next, None
 
+    def _agree(self, first_payload: Tensor | None, tensor_shape: Any) -> None:
+        """Pre-flight: the first call of every rank, before anything is on the wire."""
+        route = self._route
+        row_shape = tuple(tensor_shape or ()) or None
+        if self.config.variable_seq_lengths:
+            row_shape = None
+        elif row_shape is None and first_payload is not None:
+            rows = route.plan.rows_out(route.rank)
+            row_shape = (first_payload.shape[0] // rows, *first_payload.shape[1:])
+        terms = preflight.terms(route.residual, route.plan, row_shape, self.config.pipeline_dtype)
+        preflight.agree(self.pp_group, route.serial, terms)
+        route.agreed = True
+
     def _exchange(
-        self,
-        direction: Direction,
-        send: Tensor | None,
-        receive: bool,
-        tensor_shape: Any,
-        handles: dict[str, Any],
-    ) -> Tensor | None:
+        self, direction: Direction, send: Tensor | None, receive: bool, tensor_shape: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Start one direction: the tensor to be filled, and the handles of send and receive."""
+        leaving = self._next_message(direction.name, "send") if send is not None else None
+        arriving = self._next_message(direction.name, "receive") if receive else None
         if send is not None and not send.is_contiguous():
             send = send.contiguous()
-        send_name, receive_name = (
-            ("send_next", "recv_prev") if direction.name == "forward" else ("send_prev", "recv_next")
-        )
-        boundary = self._next_boundary(direction.name) if receive else None
-        if self.config.variable_seq_lengths:
-            work, late = self._exchange_unknown(direction, send, boundary)
-            if work is not None:
-                handles[send_name] = work
-            if late is not None:
-                handles[receive_name] = late
-            return late.tensor if late is not None else None
+        if self.config.variable_seq_lengths or self._route.residual.check_messages:
+            return self._exchange_late(direction, leaving, send, arriving)
         buffer = None
-        if boundary is not None:
-            rows = self._route.plan.rows_in(boundary)
+        if arriving is not None:
+            rows = self._route.plan.rows_in(arriving.boundary)
             buffer = self._empty((rows * tensor_shape[0], *tensor_shape[1:]))
-            self._count(direction, boundary, buffer)
+            self._route.count(arriving, buffer)
         sent, received = direction.exchange(send, buffer, batched=self.config.batch_p2p_comm)
-        if sent is not None:
-            handles[send_name] = sent
-        if received is not None:
-            handles[receive_name] = received
-        return buffer
+        return buffer, sent, received
 
-    def _exchange_unknown(
-        self, direction: Direction, send: Tensor | None, boundary: int | None
-    ) -> tuple[Any, LateTensor | None]:
-        """Exchange payloads whose length the receiver cannot know: a header goes ahead of each."""
-        header = None
-        if send is not None:
-            header = torch.tensor(send.shape, device=send.device, dtype=torch.int64)
-        batched = self.config.batch_p2p_comm
-        incoming = None
-        if boundary is not None:
-            incoming = torch.empty(
-                HEADER_LENGTH, device=torch.cuda.current_device(), dtype=torch.int64
-            )
-        header_sent, header_received = direction.exchange(header, incoming, batched=batched)
-        sent, _ = direction.exchange(send, None, batched=batched)
-        work = None if sent is None else Sent((header_sent, sent), (header, send))
-        if boundary is None:
-            return work, None
-        return work, LateTensor(self, direction, boundary, incoming, header_received)
+    def _exchange_late(
+        self,
+        direction: Direction,
+        leaving: Message | None,
+        send: Tensor | None,
+        arriving: Message | None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        sent, late = None, None
+        if leaving is not None:
+            self._route.outbox.send(direction, leaving, send)
+            sent = FinalWait(self)
+        if arriving is not None:
+            late = LateTensor(direction, arriving, self._empty((0,)), self._route.count)
+        return (late.tensor if late else None), sent, late
 
     def _empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(
@@ -145,83 +146,28 @@ class ResidualP2PCommunicator(P2PCommunicator):
             dtype=self.config.pipeline_dtype,
         )
 
-    def _count(self, direction: Direction, boundary: int, payload: Tensor) -> None:
-        size = payload.numel() * payload.element_size()
-        self._route.received_bytes[direction.name, boundary] += size
-
-    def _next_boundary(self, direction: str) -> int:
-        """The boundary (stage behind the hop) that the next message in a direction crosses."""
-        route = self._route
-        if route.plan.layout.num_chunks == 1:
-            return route.rank if direction == "forward" else route.rank + 1
-        if self._arrivals is None:
+    def _next_message(self, direction: str, verb: str) -> Message:
+        if self._order is None:
             raise RuntimeError(
-                "an interleaved schedule received before megatron.core.pipeline_parallel.schedules."
-                "get_schedule_table told its order: this Megatron-Core is not one that "
+                "an interleaved schedule communicated before megatron.core.pipeline_parallel."
+                "schedules.get_schedule_table told its order: this Megatron-Core is not one that "
                 "megatron_residuals was tested with, or its seams were taken out in mid-step"
             )
-        return next(self._arrivals[direction])
+        return self._order.next(direction, verb)
+
+    @property
+    def has_received_all(self) -> bool:
+        """Whether an interleaved step has nothing more to receive on this rank."""
+        return self._order is not None and self._order.has_received_all
 
 
-class Sent:
-    """Handle of a payload and its header on their way; keeps both alive until they are gone."""
+class FinalWait:
+    """Handle of a send that is waited for only when the rank has nothing left to receive."""
 
-    def __init__(self, works: tuple[Any, Any], tensors: tuple[Any, Any]) -> None:
-        self._works, self._tensors = works, tensors
-
-    def wait(self) -> None:
-        """Wait for both messages."""
-        for work in self._works:
-            work.wait()
-        self._tensors = ()
-
-
-class LateTensor:
-    """Handle of a payload whose shape is still on its way.
-
-    The schedule gets an empty tensor at once; ``wait`` reads the header, receives the payload and
-    gives it to that tensor. Nothing blocks before the schedule itself would.
-    """
-
-    def __init__(
-        self,
-        communicator: ResidualP2PCommunicator,
-        direction: Direction,
-        boundary: int,
-        header: Tensor,
-        header_received: Any,
-    ) -> None:
-        self.tensor = communicator._empty((0,))
-        self._communicator, self._direction, self._boundary = communicator, direction, boundary
-        self._header, self._header_received = header, header_received
+    def __init__(self, communicator: ResidualP2PCommunicator) -> None:
+        self._communicator = communicator
 
     def wait(self) -> None:
-        """Receive the payload (once)."""
-        if self._header_received is None:
-            return
-        self._header_received.wait()
-        self._header_received = None
-        buffer = torch.empty(
-            self._header.tolist(), device=self._header.device, dtype=self.tensor.dtype
-        )
-        _, received = self._direction.exchange(
-            None, buffer, batched=self._communicator.config.batch_p2p_comm
-        )
-        received.wait()
-        self.tensor.data = buffer
-        self._communicator._count(self._direction, self._boundary, buffer)
-
-
-def arrivals(route: Route, table: ScheduleTable) -> dict[str, Iterator[int]]:
-    """Boundaries of the messages that reach a rank, in order, for each direction.
-
-    Every rank walks the same table, so the k-th forward message belongs to the k-th forward pass
-    that has an input; backward passes take the chunks in reverse.
-    """
-    layout, rank = route.plan.layout, route.rank
-    forward = (layout.stage(rank, chunk) for _, chunk in table)
-    backward = (layout.stage(rank, layout.num_chunks - 1 - chunk) + 1 for _, chunk in table)
-    return {
-        "forward": (stage for stage in forward if stage > 0),
-        "backward": (boundary for boundary in backward if boundary < layout.num_stages),
-    }
+        """Drain the outbox at the end of a step; before, do nothing."""
+        if self._communicator.has_received_all:
+            self._communicator._route.outbox.drain()

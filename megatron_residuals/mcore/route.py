@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import stage_layout
+from megatron_residuals.mcore.late import Message, Outbox
 from megatron_residuals.mcore.wire import Wire, open_wire
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.source_cache import SourceCache
@@ -37,15 +39,24 @@ class Route:
     received_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
     blocks: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     cache: SourceCache = field(default_factory=SourceCache)
+    outbox: Outbox = field(default_factory=Outbox)
     _last_training_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
+    agreed: bool = False
+    serial: int = 0
     _forwards: Counter[int] = field(default_factory=Counter)
 
     def begin_step(self) -> None:
-        """Forget what a step left behind; a step that raised leaves values and gradients."""
-        self._last_training_bytes = self.training_bytes
-        self.received_bytes = Counter()
+        """Start a step with nothing of the last one, which may have raised or only run forward."""
+        self.outbox.drain()
         self.cache.clear()
         self._forwards.clear()
+        self._last_training_bytes = self.training_bytes
+        self.received_bytes = Counter()
+
+    def count(self, message: Message, payload: Tensor) -> None:
+        """Count the bytes of a payload that arrived, or is about to."""
+        size = payload.numel() * payload.element_size()
+        self.received_bytes[message.direction, message.boundary] += size
 
     @property
     def training_bytes(self) -> Counter[tuple[str, int]]:
@@ -91,12 +102,11 @@ def route_for(residual: ResidualConfig, config: Any, pp_group: dist.ProcessGroup
                 "give every chunk the same spec"
             )
         num_ranks = pp_group.size()
-        route = Route(
-            residual,
-            plan_transfer(residual, config, num_ranks),
-            pp_group.rank(),
-            open_wire(pp_group) if num_ranks > 1 else None,
-        )
+        plan = plan_transfer(residual, config, num_ranks)
+        wire = open_wire(pp_group) if num_ranks > 1 else None
+        route = Route(residual, plan, pp_group.rank(), wire)
+        if wire is not None:
+            route.serial = next(wire.serials)
         setattr(config, ATTRIBUTE, route)
         _live.add(route)
     return route

@@ -10,16 +10,14 @@ ordinary one between the same two peers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_residuals.mcore.compat import group_timeout
-
-Handles = dict[str, dist.Work]
-
 
 @dataclass(frozen=True)
 class Direction:
@@ -68,10 +66,11 @@ class Direction:
 
 @dataclass(frozen=True)
 class Wire:
-    """Both directions of travel."""
+    """Both directions of travel, and numbers for the models that use them."""
 
     forward: Direction
     backward: Direction
+    serials: Iterator[int] = field(default_factory=itertools.count)
 
 
 _wires: dict[tuple[int, ...], Wire] = {}

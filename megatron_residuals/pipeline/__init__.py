@@ -1,3 +1,3 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Depth state across pipeline stages: the plan and the cache."""
+"""Pipeline stages: their layout, what crosses between them, and what every rank keeps."""

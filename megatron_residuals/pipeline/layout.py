@@ -162,8 +162,10 @@ class StageLayout:
         raise_faults("StageLayout.uneven", faults)
 
         rank_layers = [per_rank] * num_ranks
-        rank_layers[0] = per_rank if first is None else first
-        rank_layers[-1] = per_rank if last is None else last
+        if first is not None:
+            rank_layers[0] = first
+        if last is not None:
+            rank_layers[-1] = last
         return cls(num_ranks, num_chunks, tuple(n // num_chunks for n in rank_layers) * num_chunks)
 
     @classmethod

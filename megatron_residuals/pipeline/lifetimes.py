@@ -80,9 +80,12 @@ def _finished(layout: StageLayout, depth: DepthMap, g: int) -> range:
 
 def stage_caches(layout: StageLayout, lives: Sequence[SourceLife]) -> tuple[StageCache, ...]:
     """The same lives, seen stage by stage."""
+    by_rank: list[list[SourceLife]] = [[] for _ in range(layout.num_ranks)]
+    for life in lives:
+        by_rank[life.rank].append(life)
 
     def view(g: int) -> StageCache:
-        local = [life for life in lives if life.rank == layout.rank(g)]
+        local = by_rank[layout.rank(g)]
         owned = [life for life in local if life.owner == g]
         return StageCache(
             fetches=tuple(life.source for life in local if g in life.fetch_stages),

@@ -162,11 +162,13 @@ class TransferPlan:
         Raises:
             ValueError: stage g does not stash that source.
         """
-        rank = self.layout.rank(g)
-        for life in self.lives:
-            if (life.rank, life.source, life.owner) == (rank, source, g):
-                return len(life.fetch_stages)
-        raise ValueError(f"stage {g} stashes {source_names(self.stashes(g))}, not s{source}.")
+        if (g, source) not in self._deposits:
+            raise ValueError(f"stage {g} stashes {source_names(self.stashes(g))}, not s{source}.")
+        return self._deposits[g, source]
+
+    @cached_property
+    def _deposits(self) -> dict[tuple[int, int], int]:
+        return {(life.owner, life.source): len(life.fetch_stages) for life in self.lives}
 
     def _cache(self, g: int) -> StageCache:
         self.layout.rank(g)

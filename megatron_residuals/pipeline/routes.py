@@ -31,7 +31,6 @@ def delta_route(layout: StageLayout, depth: DepthMap) -> tuple[list[set[int]], l
     held: list[set[int]] = [set() for _ in layout.layers]
     sent: list[set[int]] = [set() for _ in layout.layers]
     on_rank: list[set[int]] = [set() for _ in range(layout.num_ranks)]
-    on_rank[0].add(0)  # the embedding, even if stage 0 has nothing else
     for g, num_layers in enumerate(layout.layers):
         here = on_rank[layout.rank(g)]
         entry = layout.first_layer(g) * depth.sublayers_per_layer

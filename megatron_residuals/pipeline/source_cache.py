@@ -63,7 +63,9 @@ class SourceCache:
         """
         key = (micro_batch, source)
         if key in self._slots:
-            raise RuntimeError(f"{_name(key)} is stashed twice on this rank; the plan sends it once")
+            raise RuntimeError(
+                f"{_name(key)} is stashed twice on this rank; the plan sends it once"
+            )
         returns = value.requires_grad and torch.is_grad_enabled()
         self._slots[key] = Slot(value.detach(), fetches, fetches if returns else 0)
         return returns

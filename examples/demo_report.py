@@ -1,0 +1,304 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Compare training runs that differ in their residual connection: a table, a picture, a JSON file.
+
+    python examples/demo_report.py runs/demo --runs residual mhc block_attnres
+
+Losses and times are read from each run's TensorBoard files; bytes, parameters and depth attention
+from the summary its ranks wrote (``MEGATRON_RESIDUALS_SUMMARY_DIR``). What a run did not record is
+reported as n/a, never as zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_residuals.diagnostics.summary import RunSummary, load
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLES = {
+    "residual": "plain residual",
+    "hc": "HC",
+    "mhc": "mHC",
+    "attnres": "Full AttnRes",
+    "block_attnres": "Block AttnRes",
+}
+# Okabe and Ito's palette, told apart with every kind of colour vision; black is the baseline.
+STYLES = (("#000000", "o"), ("#D55E00", "s"), ("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"))
+WARMUP_STEPS = 5  # the first steps allocate and import
+SMOOTHING = 25  # a curve is averaged over this part of its length
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One scalar over training: ``values[i]`` was logged at iteration ``steps[i]``."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def smooth(self) -> Curve:
+        """Trailing mean over one ``SMOOTHING``-th of the curve, from the first full window on."""
+        window = max(1, len(self.values) // SMOOTHING)
+        means = np.convolve(self.values, np.full(window, 1 / window), mode="valid")
+        return Curve(self.steps[window - 1 :], tuple(means.tolist()))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind; curves are empty and fields None where it left nothing."""
+
+    name: str
+    train: Curve = Curve()
+    validation: Curve = Curve()
+    step_seconds: Curve = Curve()
+    tokens_per_step: int | None = None
+    summary: RunSummary | None = None
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.name, self.name)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One row of the table; None where the run did not record it."""
+
+    title: str
+    config: str | None
+    final_validation_loss: float | None
+    tokens_per_second: float | None
+    relative_tokens_per_second: float | None
+    bytes_sent_per_step: int | None
+    parameters_added: int | None
+
+
+def read_run(folder: Path) -> Run:
+    """Read ``FOLDER/tensorboard`` and the residual summaries in ``FOLDER``."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    try:
+        summary = load(folder)
+    except FileNotFoundError:
+        summary = None
+    if not (folder / "tensorboard").is_dir():
+        return Run(folder.name, summary=summary)
+    events = EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    )
+    events.Reload()
+    tags = events.Tags()
+
+    def curve(name: str) -> Curve:
+        logged = events.Scalars(name) if name in tags["scalars"] else []
+        return Curve(tuple(e.step for e in logged), tuple(e.value for e in logged))
+
+    def argument(name: str) -> int | None:
+        tag = f"{name}/text_summary"  # Megatron writes its arguments as text
+        if tag not in tags["tensors"]:
+            return None
+        return int(events.Tensors(tag)[-1].tensor_proto.string_val[0])
+
+    batch, length = argument("global_batch_size"), argument("seq_length")
+    return Run(
+        name=folder.name,
+        train=curve("lm loss"),
+        validation=curve("lm loss validation"),
+        step_seconds=curve("iteration-time"),
+        tokens_per_step=batch * length if batch and length else None,
+        summary=summary,
+    )
+
+
+def tokens_per_second(run: Run) -> float | None:
+    """Of the median step, the first ``WARMUP_STEPS`` left out; None without enough steps."""
+    seconds = run.step_seconds.values[WARMUP_STEPS:]
+    if not seconds or run.tokens_per_step is None:
+        return None
+    return run.tokens_per_step / float(np.median(seconds))
+
+
+def figures(run: Run, baseline: Run) -> Figures:
+    """The run's row, speed relative to the baseline's."""
+    speed, reference = tokens_per_second(run), tokens_per_second(baseline)
+    summary = run.summary
+    return Figures(
+        title=run.title,
+        config=summary.config if summary else None,
+        final_validation_loss=run.validation.values[-1] if run.validation.values else None,
+        tokens_per_second=speed,
+        relative_tokens_per_second=speed / reference if speed and reference else None,
+        bytes_sent_per_step=summary.bytes_per_step if summary else None,
+        parameters_added=summary.parameters_added if summary else None,
+    )
+
+
+def table(rows: list[Figures]) -> str:
+    """The rows as aligned text."""
+
+    def cell(value: float | None, form: str) -> str:
+        return "n/a" if value is None else form.format(value)
+
+    cells = [
+        ("residual", "final val. loss", "tokens/s", "vs. plain", "sent per step", "params added")
+    ]
+    for row in rows:
+        sent_mib = None if row.bytes_sent_per_step is None else row.bytes_sent_per_step / 2**20
+        cells.append(
+            (
+                row.title,
+                cell(row.final_validation_loss, "{:.4f}"),
+                cell(row.tokens_per_second, "{:,.0f}"),
+                cell(row.relative_tokens_per_second, "{:.2f}"),
+                cell(sent_mib, "{:.2f} MiB"),
+                cell(row.parameters_added, "{:,}"),
+            )
+        )
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in cells
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def plot_losses(axes: Axes, runs: list[Run], unigram_nats: float | None) -> None:
+    """Smoothed training loss as lines, validation loss as markers."""
+    for run, (colour, marker) in zip(runs, cycle(STYLES), strict=False):
+        smooth = run.train.smooth()
+        axes.plot(smooth.steps, smooth.values, color=colour)
+        axes.plot(
+            run.validation.steps, run.validation.values, marker, color=colour, mfc="white", zorder=3
+        )
+        # One legend entry for both.
+        axes.plot([], [], f"{marker}-", color=colour, mfc="white", label=run.title)
+    if unigram_nats is not None:
+        axes.axhline(unigram_nats, color="0.5", linestyle=":", label="unigram entropy of the data")
+    axes.set_title("Loss: training (lines, smoothed) and validation (markers)")
+    axes.set_ylabel("nats per byte")
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def plot_gaps(axes: Axes, runs: list[Run], baseline: Run) -> None:
+    """Training loss minus the baseline's, batch by batch the same data, then smoothed."""
+    reference = dict(zip(baseline.train.steps, baseline.train.values, strict=True))
+    for run, (colour, _) in zip(runs, cycle(STYLES), strict=False):
+        shared = [
+            (step, value - reference[step])
+            for step, value in zip(run.train.steps, run.train.values, strict=True)
+            if step in reference
+        ]
+        if shared:
+            steps, gaps = zip(*shared, strict=True)
+            smooth = Curve(steps, gaps).smooth()
+            axes.plot(smooth.steps, smooth.values, color=colour)
+    axes.set_title(f"Training loss minus that of the {baseline.title}, same batches")
+    axes.set_xlabel("iteration")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("nats per byte")
+    axes.grid(alpha=0.3)
+
+
+def reader_name(reader: int, num_sublayers: int) -> str:
+    """``2 attention`` for the attention of layer 2 (from 1 on); ``output`` for the final read."""
+    if reader == num_sublayers:
+        return "output"
+    return f"{reader // 2 + 1} {('attention', 'MLP')[reader % 2]}"
+
+
+def plot_depth_attention(axes: Axes, run: Run) -> None:
+    """Mean weight of every source (column) in every sublayer's read (row)."""
+    assert run.summary is not None
+    weights = run.summary.depth_weights
+    columns = max(len(row) for row in weights.values())
+    grid = np.full((len(weights), columns), np.nan)
+    for i, row in enumerate(weights.values()):
+        grid[i, : len(row)] = row
+    image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    axes.figure.colorbar(image, ax=axes, label="mean attention weight")
+    if columns <= 12:
+        for (i, j), value in np.ndenumerate(grid):
+            if np.isfinite(value):
+                colour = "white" if value < 0.6 else "black"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    axes.set_title(f"{run.title}: what each sublayer reads")
+    axes.set_xlabel("source")
+    axes.set_ylabel("reading sublayer")
+    sources = ["embedding", *(f"block {i}" for i in range(1, columns))]
+    axes.set_xticks(range(columns), sources, rotation=45, ha="right", rotation_mode="anchor")
+    names = [reader_name(reader, run.summary.num_sublayers) for reader in weights]
+    axes.set_yticks(range(len(names)), names)
+
+
+def draw(runs: list[Run], baseline: Run, unigram_nats: float | None, path: Path) -> None:
+    """Write the picture: losses, gaps to the baseline, and depth attention where there is some."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    readers = [run for run in runs if run.summary and run.summary.depth_weights]
+    widths = [1.5] + [1.0] * len(readers)
+    figure = plt.figure(figsize=(4.6 * sum(widths), 7), layout="constrained")
+    grid = figure.add_gridspec(2, len(widths), width_ratios=widths, height_ratios=[2, 1])
+    losses = figure.add_subplot(grid[0, 0])
+    plot_losses(losses, runs, unigram_nats)
+    plot_gaps(figure.add_subplot(grid[1, 0], sharex=losses), runs, baseline)
+    for column, run in enumerate(readers, start=1):
+        plot_depth_attention(figure.add_subplot(grid[:, column]), run)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def report(folder: Path, names: list[str], unigram_nats: float | None) -> str:
+    """Write ``report.png`` and ``summary.json`` into the folder; return the table.
+
+    Args:
+        folder: holds one folder per run.
+        names: of the runs; the first is the baseline.
+        unigram_nats: drawn as a line into the loss plot.
+
+    Raises:
+        FileNotFoundError: a run's folder is missing.
+    """
+    missing = [name for name in names if not (folder / name).is_dir()]
+    if missing:
+        present = sorted(path.name for path in folder.glob("*") if path.is_dir())
+        raise FileNotFoundError(
+            f"no run {missing} in {folder}, which holds {present}. Name runs that are there with "
+            "--runs."
+        )
+    runs = [read_run(folder / name) for name in names]
+    rows = [figures(run, runs[0]) for run in runs]
+    by_name = {run.name: asdict(row) for run, row in zip(runs, rows, strict=True)}
+    content = {"baseline": names[0], "unigram_entropy_nats": unigram_nats, "runs": by_name}
+    (folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n")
+    draw(runs, runs[0], unigram_nats, folder / "report.png")
+    return table(rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: report on the runs of a folder."""
+    parser = argparse.ArgumentParser(description="Compare runs of different residual connections")
+    parser.add_argument("folder", type=Path, help="holds one folder per run")
+    parser.add_argument("--runs", nargs="+", required=True, help="folder names, baseline first")
+    parser.add_argument("--data-summary", type=Path, help="the JSON file of prepare_data.py")
+    given = parser.parse_args(arguments)
+    unigram_nats = None
+    if given.data_summary:
+        unigram_nats = json.loads(given.data_summary.read_text())["unigram_entropy_nats"]
+    print(f"\n{report(given.folder, given.runs, unigram_nats)}\n")
+    print(f"{given.folder / 'report.png'}  {given.folder / 'summary.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+#
+# Train the same small GPT three times on real text, each time with another residual connection, and
+# draw the report. Two CPU ranks, PP=2 with two virtual stages each. Called by `make demo`.
+#
+#   launch/demo.sh            about six minutes on two cores
+#   QUICK=1 launch/demo.sh    less than two
+#
+# Every ${NAME:-default} below is a variable to set; so are those of launch/pretrain.sh.
+set -euo pipefail
+export LC_ALL=C
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+PYTHON=${PYTHON:-python}
+OUT=${OUT:-runs/demo}
+DATA=${DATA:-runs/data/stdlib}
+QUICK=${QUICK:-}
+
+# Small enough for two cores, deep enough that the residual matters: 16 sublayers, 4 blocks of 2
+# layers, one per stage. A width of 96 wants a larger initialisation than the usual 0.02.
+export DEVICE=cpu GPUS_PER_NODE=2 TP=1 PP=2 VPP=2
+export NUM_LAYERS=${NUM_LAYERS:-8} HIDDEN_SIZE=${HIDDEN_SIZE:-96} FFN_HIDDEN_SIZE=${FFN_HIDDEN_SIZE:-256}
+export NUM_ATTENTION_HEADS=${NUM_ATTENTION_HEADS:-4} SEQ_LENGTH=${SEQ_LENGTH:-128} INIT_STD=${INIT_STD:-0.06}
+export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-4} GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-16}
+export LR=${LR:-6e-3} MIN_LR=${MIN_LR:-6e-4} SEED=${SEED:-1234}
+if [[ -n $QUICK && $QUICK != 0 ]]; then
+  export TRAIN_ITERS=${TRAIN_ITERS:-25} EVAL_INTERVAL=${EVAL_INTERVAL:-15} EVAL_ITERS=${EVAL_ITERS:-2}
+else
+  export TRAIN_ITERS=${TRAIN_ITERS:-150} EVAL_INTERVAL=${EVAL_INTERVAL:-40} EVAL_ITERS=${EVAL_ITERS:-8}
+fi
+export LR_WARMUP_ITERS=${LR_WARMUP_ITERS:-$((TRAIN_ITERS / 10))}
+export LOG_INTERVAL=1 NUM_WORKERS=0
+export DATA_PATH=$DATA VOCAB_SIZE=257 DATA_CACHE_PATH=$OUT/data_cache
+export WANDB_MODE=${WANDB_MODE:-offline} WANDB_PROJECT=${WANDB_PROJECT:-megatron-residuals-demo}
+
+RUNS=(residual mhc block_attnres)
+declare -A OPTIONS=([block_attnres]="--residual-block-layers 2")
+
+# Prints "ITERATION LOSS" of the newest iteration in a log.
+last_iteration() {
+  sed -n 's/.* iteration *\([0-9]*\)\/.* lm loss: \([0-9.E+-]*\).*/\1 \2/p' "$1" | tail -n 1
+}
+
+# One line for the run of process $1 with log $2, renewed every second on a terminal, else every 20.
+show_progress() {
+  local iteration loss begun=$SECONDS shown=-100 every=20 end='\n'
+  if [[ -t 1 ]]; then every=1 end='\r'; fi
+  while kill -0 "$1" 2>/dev/null; do
+    if ((SECONDS - shown >= every)); then
+      shown=$SECONDS
+      read -r iteration loss < <(last_iteration "$2") || { iteration=0 && loss=nan; }
+      printf "  %-14s iteration %4d/%d   loss %6.3f   %3d s$end" \
+        "$3" "$iteration" "$TRAIN_ITERS" "$loss" $((SECONDS - begun))
+    fi
+    sleep 1
+  done
+}
+
+train() {
+  local run=$1 folder=$OUT/$1 status=0
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  RESIDUAL=$run RESIDUAL_OPTIONS=${OPTIONS[$run]:-} RUN_DIR=$folder WANDB_NAME=$run \
+    MEGATRON_RESIDUALS_SUMMARY_DIR=$folder \
+    launch/pretrain.sh >"$folder/log.txt" 2>&1 &
+  running=$!
+  show_progress "$running" "$folder/log.txt" "$run"
+  wait "$running" || status=$?
+  running=
+  if ((status)); then
+    printf '\n%s failed with status %d. The end of %s:\n\n' "$run" "$status" "$folder/log.txt" >&2
+    tail -n 40 "$folder/log.txt" >&2
+    exit 1
+  fi
+  printf '  %-14s done: %s\n' "$run" "$(sed -n 's/^ *\(validation loss at .*on validation set\) | lm loss value: \([0-9.E+-]*\).*/\1: \2/p' "$folder/log.txt" | tail -n 1)"
+}
+
+running=
+trap '[[ -z $running ]] || kill "$running"' EXIT
+
+begun=$SECONDS
+echo "data: Python's standard library, byte by byte"
+"$PYTHON" -W ignore examples/prepare_data.py --output-prefix "$DATA" --max-mib "${MAX_MIB:-16}"
+echo "training: $TRAIN_ITERS iterations, logs in $OUT/<run>/log.txt"
+for run in "${RUNS[@]}"; do
+  train "$run"
+done
+"$PYTHON" examples/demo_report.py "$OUT" --runs "${RUNS[@]}" --data-summary "$DATA.json"
+echo "$((SECONDS - begun)) s in all"

@@ -1,0 +1,117 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Messages with a header ahead: for payloads whose length only the sender knows, and for checking.
+
+The receiver's schedule wants a tensor at once, long before the header is there. It gets an empty
+one, which is filled when the schedule waits for it; so nothing blocks earlier than without headers,
+and no length has to be agreed on in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_residuals.mcore.wire import Direction
+
+
+class Message(NamedTuple):
+    """One hop of one micro-batch: the direction, the stage behind the hop, the index in the step."""
+
+    direction: str
+    boundary: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.direction} message of micro-batch {self.micro_batch} over the boundary between "
+            f"stages {self.boundary - 1} and {self.boundary}"
+        )
+
+
+DIRECTIONS = ("forward", "backward")
+HEADER_LENGTH = 6  # direction, boundary, micro-batch, then the payload's [rows * s, b, h]
+
+
+class LateTensor:
+    """A tensor to be filled, and the handle that fills it."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        message: Message,
+        tensor: Tensor,
+        on_arrival: Callable[[Message, Tensor], None],
+    ) -> None:
+        self.tensor, self.message = tensor, message
+        self._direction, self._on_arrival = direction, on_arrival
+        self._header = torch.empty(HEADER_LENGTH, device=tensor.device, dtype=torch.int64)
+        _, self._header_received = direction.exchange(None, self._header, batched=False)
+
+    def wait(self) -> None:
+        """Receive the payload; the second time does nothing.
+
+        Raises:
+            RuntimeError: another message arrived than the one that is due.
+        """
+        if self._header_received is None:
+            return
+        self._header_received.wait()
+        self._header_received = None
+        direction, boundary, micro_batch, *shape = self._header.tolist()
+        arrived = Message(DIRECTIONS[direction], boundary, micro_batch)
+        if arrived != self.message:
+            raise RuntimeError(
+                f"pipeline messages out of order: due is the {self.message}; arrived is the "
+                f"{arrived}. Nothing was computed with it. The neighbours walk different schedules, "
+                "or the transport mixes up messages between the same two ranks"
+            )
+        payload = torch.empty(shape, device=self.tensor.device, dtype=self.tensor.dtype)
+        _, received = self._direction.exchange(None, payload, batched=False)
+        received.wait()
+        self.tensor.data = payload
+        self._on_arrival(self.message, payload)
+
+
+class Outbox:
+    """Payloads on their way to a receiver that fetches each only when its schedule gets there.
+
+    Waiting for such a send would make two neighbours wait for each other, so an overlapping
+    schedule does not: the payloads are kept alive here, and waited for when the rank has nothing
+    left to receive.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[tuple[tuple[Any, ...], tuple[Tensor, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def send(self, direction: Direction, message: Message, payload: Tensor) -> None:
+        """Start sending a header and its payload.
+
+        The memory is held by a tensor of our own: the schedules empty the one they passed.
+        """
+        payload = payload.detach()
+        header = torch.tensor(
+            (DIRECTIONS.index(message.direction), *message[1:], *payload.shape),
+            device=payload.device,
+            dtype=torch.int64,
+        )
+        works = [direction.exchange(item, None, batched=False)[0] for item in (header, payload)]
+        self._items = [item for item in self._items if not all(w.is_completed() for w in item[0])]
+        self._items.append((tuple(works), (header, payload)))
+
+    def drain(self) -> None:
+        """Wait until everything has arrived."""
+        while self._items:
+            works, _ = self._items.pop(0)
+            for work in works:
+                work.wait()
+
+    def discard(self) -> None:
+        """Forget sends whose receiver may never come, after a step that raised."""
+        self._items.clear()

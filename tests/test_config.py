@@ -1,0 +1,342 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""ResidualConfig: its text form, all its faults at once, and the values it fills in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_residuals.config import MECHANISMS, ResidualConfig
+from megatron_residuals.depth import DepthMap
+
+counts = st.integers(1, 10**6)
+positive = st.floats(min_value=1e-300, max_value=1e300)
+VALUES: dict[str, st.SearchStrategy[object]] = {
+    "streams": counts,
+    "hc_dynamic": st.booleans(),
+    "hc_norm": st.sampled_from(["layernorm", "rmsnorm"]),
+    "mhc_convention": st.sampled_from(["paper", "dsv4"]),
+    "mhc_sinkhorn_iterations": counts,
+    "mhc_eps": st.none() | positive,
+    "mhc_alpha_init": st.floats(allow_nan=False, allow_infinity=False),
+    "mhc_init": st.sampled_from(["a6", "symmetric"]),
+    "contraction": st.sampled_from(["auto", "mean", "sum", "learned"]),
+    "block_layers": st.none() | counts,
+    "block_sublayers": st.none() | counts,
+    "attnres_eps": positive,
+    "transport": st.sampled_from(["full", "delta"]),
+    "check_messages": st.booleans(),
+}
+FIELDS = {field.name: field for field in dataclasses.fields(ResidualConfig)}
+quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ResidualConfig:
+    """Any valid configuration: a mechanism and some of the options that it reads."""
+    mechanism = draw(st.sampled_from(MECHANISMS))
+    read = [name for name in VALUES if mechanism in FIELDS[name].metadata["applies"]]
+    chosen = draw(st.lists(st.sampled_from(read), unique=True)) if read else []
+    options = {name: draw(VALUES[name]) for name in chosen}
+    if options.get("block_layers") is not None:
+        options.pop("block_sublayers", None)
+    return ResidualConfig(mechanism, **options)  # type: ignore[arg-type]
+
+
+def faults_of(**options: object) -> list[str]:
+    """The lines of the message that a configuration is refused with."""
+    with pytest.raises(ValueError) as caught:
+        ResidualConfig(**options)  # type: ignore[arg-type]
+    first, *faults = str(caught.value).split("\n")
+    assert first == "invalid residual configuration:"
+    assert all(fault.startswith("  - ") for fault in faults)
+    return faults
+
+
+def test_the_strategies_cover_every_option() -> None:
+    assert {"mechanism", *VALUES} == set(FIELDS)
+
+
+@quick
+@given(configs())
+def test_the_text_form_reads_back_as_the_same_configuration(config: ResidualConfig) -> None:
+    assert ResidualConfig.parse(str(config)) == config
+    assert ResidualConfig.from_mapping(dataclasses.asdict(config)) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert len({config, dataclasses.replace(config)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("residual()", ResidualConfig()),
+        ("mhc(streams=2)", ResidualConfig("mhc", streams=2)),
+        (
+            "mhc(mhc_convention='dsv4', mhc_eps=1e-08, contraction='sum')",
+            ResidualConfig("mhc", contraction="sum", mhc_eps=1e-8, mhc_convention="dsv4"),
+        ),
+        ("block_attnres(block_layers=4)", ResidualConfig("block_attnres", block_layers=4)),
+        ("hc(hc_dynamic=False)", ResidualConfig("hc", hc_dynamic=False)),
+    ],
+)
+def test_the_text_form_names_the_mechanism_and_what_differs(
+    text: str, config: ResidualConfig
+) -> None:
+    assert str(config) == text
+    assert ResidualConfig.parse(text) == config
+
+
+@pytest.mark.parametrize("text", ["mhc", " mhc ", "mhc()", "mhc( )", "mhc(streams=4)"])
+def test_a_mechanism_may_be_written_alone_or_with_its_defaults(text: str) -> None:
+    assert ResidualConfig.parse(text) == ResidualConfig("mhc")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "mhc(",
+        "mhc(2)",
+        "mhc(streams=n)",
+        "mhc(streams=1+x)",
+        "mhc(streams=print(1))",
+        "mhc(streams={[]: 1})",
+        "mhc; hc",
+        "a.mhc()",
+        "mhc(streams=2)(streams=3)",
+        "3",
+        "'mhc'",
+    ],
+)
+def test_text_that_is_no_configuration_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot read residual configuration") as caught:
+        ResidualConfig.parse(text)
+    assert repr(text) in str(caught.value)
+    assert "block_attnres(block_layers=4)" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["mhc(streams=2, streams=3)", "mhc(mechanism='hc')"])
+def test_text_that_contradicts_itself_is_refused(text: str) -> None:
+    """Python's parser alone lets a repeated keyword pass, and the last one would win."""
+    with pytest.raises(ValueError):
+        ResidualConfig.parse(text)
+
+
+@pytest.mark.parametrize("text", ["mhc(streems=2)", "mhc(streems=2, stream=3)"])
+def test_unknown_options_are_named_beside_the_known_ones(text: str) -> None:
+    with pytest.raises(ValueError, match="unknown residual option") as caught:
+        ResidualConfig.parse(text)
+    assert "streems" in str(caught.value) and "known: mechanism, streams, " in str(caught.value)
+
+
+def test_a_mapping_with_unknown_names_is_refused_naming_all_of_them() -> None:
+    with pytest.raises(ValueError, match=r"option\(s\) a, b; known: "):
+        ResidualConfig.from_mapping({"mechanism": "mhc", "b": 1, "a": 2})
+    assert ResidualConfig.from_mapping({"mechanism": "hc", "streams": 2}) == ResidualConfig(
+        "hc", streams=2
+    )
+    assert ResidualConfig.from_mapping({}) == ResidualConfig("residual")
+
+
+def test_an_unknown_mechanism_is_refused_with_the_list_of_known_ones() -> None:
+    (fault,) = faults_of(mechanism="mhcc")
+    assert "mechanism is 'mhcc'" in fault
+    assert all(name in fault for name in MECHANISMS)
+
+
+def test_all_faults_come_in_one_message() -> None:
+    faults = faults_of(
+        mechanism="block_attnres",
+        streams=2,
+        hc_norm="batchnorm",
+        block_layers=2,
+        block_sublayers=0,
+        attnres_eps=-1.0,
+        transport="slow",
+    )
+    expected = (
+        "streams is 2, but 'block_attnres' does not read it (only hc, mhc)",
+        "hc_norm is 'batchnorm'; allowed: layernorm, rmsnorm",
+        "block_sublayers is 0; give an integer of at least 1",
+        "attnres_eps is -1.0",
+        "transport is 'slow'; allowed: full, delta",
+        "block_layers=2 and block_sublayers=0 are both given",
+    )
+    assert len(faults) == len(expected)
+    for text in expected:
+        assert sum(text in fault for fault in faults) == 1, text
+
+
+def test_both_block_lengths_at_once_are_refused() -> None:
+    (fault,) = faults_of(mechanism="block_attnres", block_layers=2, block_sublayers=4)
+    assert "block_layers=2 and block_sublayers=4 are both given" in fault
+    assert "give one" in fault
+
+
+OTHER = {
+    "streams": 2,
+    "hc_dynamic": False,
+    "hc_norm": "rmsnorm",
+    "mhc_convention": "dsv4",
+    "mhc_sinkhorn_iterations": 5,
+    "mhc_eps": 1e-3,
+    "mhc_alpha_init": 0.5,
+    "mhc_init": "symmetric",
+    "contraction": "sum",
+    "block_layers": 3,
+    "block_sublayers": 3,
+    "attnres_eps": 1e-3,
+    "transport": "full",
+    "check_messages": True,
+}
+READERS = {
+    "streams": {"hc", "mhc"},
+    "contraction": {"hc", "mhc"},
+    "attnres_eps": {"attnres", "block_attnres"},
+    "block_layers": {"block_attnres"},
+    "block_sublayers": {"block_attnres"},
+    "transport": set(MECHANISMS),
+    "check_messages": set(MECHANISMS),
+    **{name: {name.split("_")[0]} for name in OTHER if name.startswith(("hc_", "mhc_"))},
+}
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("option", OTHER)
+def test_an_option_is_taken_by_those_who_read_it_and_refused_by_the_rest(
+    option: str, mechanism: str
+) -> None:
+    options = {"mechanism": mechanism, option: OTHER[option]}
+    if mechanism in READERS[option]:
+        assert getattr(ResidualConfig(**options), option) == OTHER[option]  # type: ignore[arg-type]
+        return
+    (fault,) = faults_of(**options)
+    assert f"{option} is {OTHER[option]!r}, but {mechanism!r} does not read it" in fault
+    assert "leave it out" in fault
+    assert all(reader in fault for reader in READERS[option])
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "option", "value"),
+    [
+        ("mhc", "streams", 0),
+        ("mhc", "streams", -1),
+        ("mhc", "streams", 2.0),
+        ("mhc", "streams", True),
+        ("mhc", "streams", "4"),
+        ("mhc", "streams", None),
+        ("mhc", "mhc_sinkhorn_iterations", 0),
+        ("mhc", "mhc_eps", 0.0),
+        ("mhc", "mhc_eps", math.nan),
+        ("mhc", "mhc_eps", math.inf),
+        ("mhc", "mhc_eps", "1e-6"),
+        ("mhc", "mhc_eps", True),
+        ("mhc", "mhc_alpha_init", "0.01"),
+        ("mhc", "mhc_alpha_init", math.nan),
+        ("mhc", "mhc_alpha_init", math.inf),
+        ("mhc", "mhc_alpha_init", [0.1]),
+        ("mhc", "mhc_init", "A6"),
+        ("mhc", "mhc_convention", None),
+        ("mhc", "contraction", ["mean"]),
+        ("hc", "hc_dynamic", 1),
+        ("hc", "hc_dynamic", None),
+        ("residual", "check_messages", "yes"),
+        ("attnres", "attnres_eps", -1e-6),
+        ("attnres", "attnres_eps", None),
+        ("block_attnres", "block_layers", 0),
+        ("block_attnres", "block_sublayers", 1.5),
+    ],
+)
+def test_a_value_that_cannot_work_is_one_fault_that_names_it(
+    mechanism: str, option: str, value: object
+) -> None:
+    (fault,) = faults_of(mechanism=mechanism, **{option: value})
+    assert f"{option} is {value!r}" in fault
+
+
+@pytest.mark.parametrize(
+    ("config", "contraction", "eps"),
+    [
+        (ResidualConfig("hc"), "sum", None),
+        (ResidualConfig("mhc"), "mean", 1e-20),
+        (ResidualConfig("mhc", mhc_convention="dsv4"), "learned", 1e-6),
+        (ResidualConfig("mhc", mhc_convention="dsv4", contraction="sum", mhc_eps=0.5), "sum", 0.5),
+        (ResidualConfig("hc", contraction="learned"), "learned", None),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_is_filled_in_from_the_mechanism(
+    config: ResidualConfig, contraction: str, eps: float | None
+) -> None:
+    assert config.resolved_contraction == contraction
+    if eps is not None:
+        assert config.resolved_mhc_eps == eps
+
+
+def test_the_families_of_mechanisms() -> None:
+    families = {name: ResidualConfig(name) for name in MECHANISMS}
+    assert [name for name in families if families[name].is_streams] == ["hc", "mhc"]
+    assert [name for name in families if families[name].is_sources] == ["attnres", "block_attnres"]
+
+
+@pytest.mark.parametrize("mechanism", ["residual", "hc", "mhc"])
+def test_mechanisms_without_sources_have_no_depth_map(mechanism: str) -> None:
+    assert ResidualConfig(mechanism).depth_map(4) is None
+
+
+def test_full_attnres_has_one_block_per_sublayer() -> None:
+    assert ResidualConfig("attnres").depth_map(6) == DepthMap(6, 1)
+    assert ResidualConfig("attnres").depth_map(6, 3) == DepthMap(6, 1, 3)
+
+
+@pytest.mark.parametrize("per_layer", [1, 2, 3])
+def test_block_lengths_count_layers_or_sublayers_as_their_names_say(per_layer: int) -> None:
+    by_layers = ResidualConfig("block_attnres", block_layers=3)
+    by_sublayers = ResidualConfig("block_attnres", block_sublayers=3)
+    assert by_layers.depth_map(10, per_layer) == DepthMap(10, 3 * per_layer, per_layer)
+    assert by_sublayers.depth_map(10, per_layer) == DepthMap(10, 3, per_layer)
+
+
+@pytest.mark.parametrize("per_layer", [1, 2])
+@pytest.mark.parametrize("num_layers", [*range(1, 40), 61, 93, 1000])
+def test_the_block_length_left_out_gives_the_shortest_whole_layers_for_at_most_eight_blocks(
+    num_layers: int, per_layer: int
+) -> None:
+    depth = ResidualConfig("block_attnres").depth_map(num_layers, per_layer)
+    assert depth is not None
+    assert depth.num_blocks <= 8
+    assert depth.block_sublayers % per_layer == 0
+    shorter = depth.block_sublayers - per_layer
+    assert shorter == 0 or DepthMap(num_layers, shorter, per_layer).num_blocks > 8
+
+
+def test_kimi_k3_gets_its_own_block_length_when_none_is_given() -> None:
+    """93 layers in eight blocks of twelve, the last one short."""
+    assert ResidualConfig("block_attnres").depth_map(93) == DepthMap.from_layers(93, 12)
+
+
+def test_option_types_are_scalars_that_a_command_line_can_read() -> None:
+    types = {name: ResidualConfig.option_type(name) for name in FIELDS}
+    assert set(types.values()) == {str, int, float, bool}
+    assert types["mhc_eps"] is float
+    assert types["block_layers"] is int
+    assert types["hc_dynamic"] is bool
+    assert types["mechanism"] is str
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    for field in FIELDS.values():
+        assert len(field.metadata["help"]) > 10, field.name
+
+
+def test_a_configuration_is_a_frozen_value() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ResidualConfig("mhc").streams = 2  # type: ignore[misc]
+    with pytest.raises(ValueError, match="streams is 0"):
+        dataclasses.replace(ResidualConfig("mhc"), streams=0)
