@@ -29,7 +29,7 @@ def bare_environment(folder: Path) -> dict[str, str]:
 
 
 def run_setup(folder: Path, env: dict[str, str], *args: str) -> tuple[int, list[str]]:
-    """Exit status and lines of a copy of .ci/setup that knows no place to look in but PATH and pyenv's folder."""
+    """Exit status and lines of a copy of .ci/setup that looks on PATH and in pyenv's folder only."""
     script = folder / ".ci" / "setup"
     script.parent.mkdir()
     text, count = re.subn(

@@ -71,7 +71,7 @@ def install(*, training: bool = False) -> Report:
             `--distributed-backend gloo`). May be asked for in a later call.
 
     Raises:
-        RuntimeError: `megatron.core` was imported first, so that it has already bound what had to be
+        RuntimeError: `megatron.core` was imported first, and has already bound what had to be
             replaced; or `training` is wanted and this Megatron-Core has no `megatron.training`.
     """
     global _installed, _training_installed

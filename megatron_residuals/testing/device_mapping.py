@@ -1,10 +1,11 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.cuda` and `device="cuda"` answered by the CPU, so that Megatron-Core runs where there is no GPU.
+"""`torch.cuda` and `device="cuda"` answered by the CPU, for Megatron-Core where there is no GPU.
 
-Nothing here touches Megatron-Core except its random-state accessors: the host asks `torch.cuda` for a
-device, a stream, a generator or a memory figure, and gets the CPU, a null object, the CPU's default
-generator, or zero. `torch.cuda.is_available()` stays false. gloo itself needs nothing.
+The host asks `torch.cuda` for a device, a stream, a generator or a memory figure, and gets the CPU,
+a null object, the CPU's default generator, or zero. `torch.cuda.is_available()` stays false. Of
+Megatron-Core itself only the random-state accessors and the entry to training are replaced here.
+gloo needs nothing.
 
 Every replaced function is an object of its own: dynamo's table refuses one object under two names.
 """
@@ -134,7 +135,7 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
 
 
 class CpuTypeName(str):
-    """`torch.FloatTensor` that equals `torch.cuda.FloatTensor` too: the host's optimizer compares so."""
+    """`torch.FloatTensor` that equals `torch.cuda.FloatTensor`, to which the host compares it."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -238,7 +239,7 @@ def map_megatron_rng() -> str:
 
 
 def map_training() -> str:
-    """`megatron.training` asserts CUDA, skips its set-up without devices, and asks for an architecture."""
+    """`megatron.training` asserts CUDA, skips set-up without devices, asks for an architecture."""
     from megatron.training import arguments, initialize, training
 
     training.initialize_megatron = functools.partial(

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of Megatron-Core as installed without Transformer Engine, Apex, triton or psutil.
 
-These defects are not the CPU's: a GPU user without those packages meets them too, and there nothing
-repairs them, because `install()` does nothing on a GPU. Each function says why it is needed, patches
-only where the defect is present, and returns one line for the report, or None.
+These defects are not the CPU's: a GPU user without those packages meets them too, and there
+nothing repairs them, because `install()` does nothing on a GPU. Each function says why it is
+needed, patches only where it finds the defect, and returns one line for the report, or None.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stub_paged_stash() -> str | None:
 
 
 def tag_torch_norm() -> str:
-    """Torch norms lack only the `sequence_parallel` tag by which their gradients are all-reduced."""
+    """Torch norms lack only the `sequence_parallel` tag for which their gradients are summed."""
     from megatron.core.transformer import torch_norm
 
     original = torch_norm.WrappedTorchNorm.__new__
@@ -109,7 +109,7 @@ def repair_distributed_optimizer() -> str | None:
     _initialise_state_before_loading(optimizer_class)
     _set_states_without_step(optimizer_class)
     _own_step_after_loading(optimizer_class)
-    return "DistributedOptimizer: loads with torch's AdamW (state exists, `step` kept and not shared)"
+    return "DistributedOptimizer: loads into torch's AdamW (state exists, `step` kept, not shared)"
 
 
 def _initialise_state_before_loading(optimizer_class: type) -> None:
@@ -118,17 +118,17 @@ def _initialise_state_before_loading(optimizer_class: type) -> None:
 
     @functools.wraps(original)
     def sharded_state_dict(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+        self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         if is_loading and len(self.optimizer.state) == 0:
             self._init_optimizer_states_with_dummy_values()
-        return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
+        return original(self, model_state, is_loading, *args, **kwargs)
 
     optimizer_class.sharded_state_dict = sharded_state_dict
 
 
 def _set_states_without_step(optimizer_class: type) -> None:
-    """The host asks the checkpoint for `step` (KeyError) and writes in place into leaf parameters."""
+    """The host wants `step` of the checkpoint (KeyError) and writes into leaf parameters."""
 
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         group_index, group_order = self.model_param_group_index_map[model_param]
@@ -157,7 +157,7 @@ def _own_step_after_loading(optimizer_class: type) -> None:
 
 
 def skip_compile_helpers() -> str | None:
-    """The wheel ships the compiled dataset helper but no Makefile: the host's `make` fails and exits."""
+    """The wheel ships the dataset helper compiled, without a Makefile: the host's `make` exits."""
     from megatron.core.datasets import utils
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:

@@ -3,10 +3,10 @@
 """Runs a function on several gloo ranks, each a fork of this process.
 
 Importing torch and Megatron-Core takes seconds, forking takes milliseconds: the parent imports once
-and every test case forks. Forking copies only the calling thread, hence the parent must hold no
-initialised CUDA context (refused below) and must not have run a backward on an accelerator (torch
-itself refuses that in the child). A backward on the CPU runs in the calling thread and does no harm;
-several OpenMP threads do none either, because every child computes with one.
+and every test case forks. Forking copies only the calling thread. Hence the parent must not have
+initialised CUDA (refused below), and once it has run a backward on an accelerator, torch itself
+refuses a backward in the child. A backward on the CPU runs in the calling thread and does no harm,
+nor do OpenMP's threads, because every child computes with one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_ranks(
     Args:
         fn: any callable, closures included; what it returns must be picklable.
         timeout_s: seconds until every rank is asked where it is, then killed.
-        env: environment variables of the ranks, beside RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
+        env: environment variables of the ranks, beside those that torchrun sets.
 
     Returns:
         What each rank returned, by rank.
@@ -67,7 +67,7 @@ def run_ranks(
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "run_ranks forks this process, and CUDA is initialised in it: a fork cannot use CUDA. "
-            "Run the ranks before anything touches the GPU, or hide it with CUDA_VISIBLE_DEVICES=''."
+            "Call it before anything touches the GPU, or hide the GPU with CUDA_VISIBLE_DEVICES=''."
         )
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     sys.stdout.flush()
@@ -100,7 +100,7 @@ def _run_child(
     args: tuple[Any, ...],
     env: Mapping[str, str],
 ) -> None:
-    """Never returns: a fork must not run its parent's exit handlers or the rest of a test session."""
+    """Never returns: a fork must not run its parent's exit handlers, nor the rest of its tests."""
     status = 1
     try:
         _enter_child(folder, rank, num_ranks, env)
@@ -137,7 +137,7 @@ def _enter_child(folder: Path, rank: int, num_ranks: int, env: Mapping[str, str]
 
 
 def _own_group(pid: int) -> None:
-    """Helper processes of a rank are killed with it; parent and child both ask, whoever is first."""
+    """A rank is killed with its helper processes. Parent and child both ask: neither is first."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
 

@@ -12,7 +12,7 @@ import torch
 
 
 def disable_torch_compile() -> str:
-    """The host's `jit_fuser` is `torch.compile`: 3 s of imports per rank, up to 40 s of g++ builds."""
+    """The host's `jit_fuser` is `torch.compile`: 3 s of imports per rank, 40 s of g++ builds."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
     def compile_nothing(model: Any = None, **kwargs: object) -> Any:
@@ -40,7 +40,7 @@ def fork_checkpoint_queue() -> str:
 
 
 def share_storage_in_python() -> str | None:
-    """From 0.17 `CheckpointWithoutOutput` builds a C++ extension at first use (ninja, g++, 40 s)."""
+    """From 0.17 `CheckpointWithoutOutput` builds a C++ extension at first use (g++, 40 s)."""
     from megatron.core.tensor_parallel import random as host_random
 
     if not hasattr(host_random, "_get_share_storage"):

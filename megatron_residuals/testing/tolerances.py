@@ -54,8 +54,8 @@ def assert_close(
         name: what is compared, for the message.
 
     Raises:
-        AssertionError: shapes differ, one is NaN where the other is not, or the tolerance is missed;
-            names the largest absolute and relative error and where the former is.
+        AssertionError: shapes differ, one is NaN where the other is not, or the tolerance is
+            missed; names the largest absolute and relative error and where the former is.
         KeyError: the table has no such dtype and kind.
     """
     tolerance = TOLERANCES[dtype, kind]
@@ -71,7 +71,8 @@ def assert_close(
     worst = torch.unravel_index(error.nan_to_num(nan=torch.inf).argmax(), error.shape)
     index = tuple(int(i) for i in worst)
     raise AssertionError(
-        f"{name}: max abs error {error.max().item():.3e}, max rel error {relative.max().item():.3e} "
-        f"at {index}: got {left[index].item():.9g}, expected {right[index].item():.9g}; allowed for "
-        f"{dtype} {kind}: rtol {tolerance.rtol:g}, atol {tolerance.atol:g}"
+        f"{name}: max abs error {error.max().item():.3e}, max rel error "
+        f"{relative.max().item():.3e} at {index}: got {left[index].item():.9g}, expected "
+        f"{right[index].item():.9g}; allowed for {dtype} {kind}: rtol {tolerance.rtol:g}, "
+        f"atol {tolerance.atol:g}"
     )

@@ -1,20 +1,20 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny deterministic GPT on stock Megatron-Core, for comparing any parallel layout with one process.
+"""A tiny deterministic GPT on stock Megatron-Core: any parallel layout against one process.
 
     one = run_toy(ToyGPT())
     two = run_toy(ToyGPT(pp=2, vpp=2))      # forks two ranks, runs the host's interleaved schedule
-    assert one.losses == two.losses and ...
+    assert one.losses == two.losses
 
-Weights depend on the global parameter name and the seed, data on the seed: every layout computes the
-same function, through the host's own schedules (`get_forward_backward_func`).
+Weights depend on the global parameter name and the seed, data on the seed: every layout computes
+the same function, through the host's own schedules (`get_forward_backward_func`).
 
-Precision. With `dtype=torch.float64` everything that matters is float64: parameters (norms included:
-the chunks are cast after construction), activations, pipeline messages, the attention softmax (the
-host upcasts fp16 and bf16 only, whatever `attention_softmax_in_fp32` says). The one exception would
-be the host's vocabulary-parallel cross entropy, which casts logits to float32; hence the loss here is
-computed from the logits, in their dtype. Rotary angles are float32 constants, equal in every layout.
-Keep the fusions off (the default of `TransformerConfig`) and `fp32_residual_connection` too.
+Precision. With `dtype=torch.float64` all that depends on weights or data is float64: parameters
+(norms included: chunks are cast after construction), activations, pipeline messages, and the
+attention softmax (the host upcasts fp16 and bf16 only, whatever `attention_softmax_in_fp32` says).
+The host's vocabulary-parallel cross entropy would cast logits to float32; hence the loss is
+computed here, from the logits, in their dtype. Rotary angles are float32 constants in any layout.
+Leave the fusions and `fp32_residual_connection` off, as `TransformerConfig` does.
 
 Call `megatron_residuals.testing.install()` before importing this module: it imports Megatron-Core.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -44,9 +44,9 @@ from megatron_residuals.testing.toy_weights import (
     initialise_chunk,
 )
 
-Spec = ModuleSpec | TransformerBlockSubmodules
-SpecLike = Spec | Callable[[TransformerConfig, int | None], Spec] | None
-"""A layer or block spec, a function of (config, vp_stage) that makes one, or None: the local spec."""
+Spec: TypeAlias = ModuleSpec | TransformerBlockSubmodules
+SpecLike: TypeAlias = Spec | Callable[[TransformerConfig, int | None], Spec] | None
+"""A layer or block spec, a function of (config, vp_stage) that makes one, or None: local layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +104,8 @@ def setup_parallel(toy: ToyGPT) -> None:
 def transformer_config(toy: ToyGPT) -> TransformerConfig:
     """The host's configuration of the toy.
 
-    Under VPP the point-to-point calls overlap and are not batched: batched, with two pipeline ranks,
-    the stock interleaved schedule mixes up messages whose next and previous rank are one peer.
+    Under VPP the point-to-point calls overlap and are not batched. Batched, with two pipeline ranks
+    whose next and previous rank are one peer, the stock interleaved schedule mixes up messages.
     """
     arguments: dict[str, Any] = dict(
         num_layers=toy.num_layers,

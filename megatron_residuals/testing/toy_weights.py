@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 Initialise = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor | None]
 """(global name, full shape, generator) -> full weight, or None to keep what the module chose."""
@@ -61,8 +62,8 @@ def initialise_chunk(chunk: torch.nn.Module, initialise: Initialise, seed: int) 
 def full_grads(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """{global name: gradient} of this rank's parameters, whole over TP; zeros where none arrived.
 
-    A collective call: it does what `finalize_model_grads` does without data parallelism (sums over TP
-    for sequence-parallel parameters, over the first and last stage for tied embeddings), on copies.
+    A collective call: it does, on copies, what `finalize_model_grads` does without data parallelism
+    (sums over TP for sequence-parallel parameters, over first and last stage for tied embeddings).
     Frozen parameters are left out.
     """
     grads: dict[str, torch.Tensor] = {}
@@ -116,7 +117,7 @@ def _gather_over_tp(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.
 
 
 def _reduce_over_tp(
-    grad: torch.Tensor, name: str, parameter: torch.nn.Parameter, config: object
+    grad: torch.Tensor, name: str, parameter: torch.nn.Parameter, config: TransformerConfig
 ) -> None:
     if _tp_size() == 1:
         return

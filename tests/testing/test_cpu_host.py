@@ -98,8 +98,9 @@ def test_training_is_prepared_on_request_or_its_absence_explained() -> None:
         return
     ((before, after, device_count, keywords),) = run_ranks(1, _prepare_training)
     assert before.speed_only == after.speed_only
-    assert any("allow_no_cuda" in line for line in after.device_mapping[len(before.device_mapping) :])
-    assert any("compile_helpers" in line for line in after.host_repairs[len(before.host_repairs) :])
+    (mapped,) = set(after.device_mapping) - set(before.device_mapping)
+    (repaired,) = set(after.host_repairs) - set(before.host_repairs)
+    assert "allow_no_cuda" in mapped and "compile_helpers" in repaired
     assert (device_count, keywords) == (1, "{'allow_no_cuda': True}")
 
 
@@ -130,9 +131,10 @@ def test_a_cpu_tensor_passes_for_its_cuda_type_and_for_its_own_and_for_no_other(
 
 def test_streams_and_events_are_null_and_the_generator_is_the_cpus() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.current_stream().record_event()
+        begin = torch.cuda.Event(enable_timing=True)
         begin.record()
-    assert end.query() and begin.elapsed_time(end) <= 0
+        end = torch.cuda.current_stream().record_event()
+    assert end.query() and begin.elapsed_time(end) > 0 > end.elapsed_time(begin)
     torch.cuda.manual_seed(11)
     state = torch.cuda.get_rng_state()
     drawn = torch.rand(3)

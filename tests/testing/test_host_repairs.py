@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the repaired parts of the host do: tagged norms, recompute without output, optimizer loading."""
+"""What the repaired parts of the host do: tagged norms, discarded outputs, optimizer loading."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ class _Trainer:
             self.chunk,
         )
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=1e-2, use_distributed_optimizer=True, params_dtype=torch.float32
-            ),
+            OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True),
             [self.wrapped],
         )
 
@@ -120,6 +118,8 @@ def _load_and_go_on(folder: str) -> tuple[dict[str, torch.Tensor], set[float]]:
     return trainer.weights(), {float(entry["step"]) for entry in inner.optimizer.state.values()}
 
 
+# The host's loader reads common state on every rank by itself, and torch says so.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_distributed_optimizer_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     saved = run_ranks(2, _save_and_go_on, str(tmp_path))
     loaded = run_ranks(2, _load_and_go_on, str(tmp_path))

@@ -1,0 +1,56 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of Megatron's command line and the configuration they make."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.arguments import add_residual_arguments, config_from_args, flag_of
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return add_residual_arguments(argparse.ArgumentParser()).parse_args(words)
+
+
+def test_every_option_has_a_flag_and_none_has_a_default() -> None:
+    assert set(vars(parse()).values()) == {None}
+    assert len(vars(parse())) == len(dataclasses.fields(ResidualConfig))
+
+
+def test_flags_make_the_configuration() -> None:
+    args = parse("--residual", "mhc", "--residual-streams", "2", "--residual-mhc-eps", "1e-5")
+    assert config_from_args(args) == ResidualConfig("mhc", streams=2, mhc_eps=1e-5)
+    args = parse("--residual", "hc", "--no-residual-hc-dynamic")
+    assert config_from_args(args) == ResidualConfig("hc", hc_dynamic=False)
+
+
+def test_the_spec_may_name_the_mechanism_and_flags_its_options() -> None:
+    args = parse("--residual-block-layers", "3")
+    assert config_from_args(args, "block_attnres") == ResidualConfig(
+        "block_attnres", block_layers=3
+    )
+
+
+def test_two_different_mechanisms_and_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="--spec asks for 'hc' and --residual for 'mhc'"):
+        config_from_args(parse("--residual", "mhc"), "hc")
+    with pytest.raises(ValueError, match="add --residual NAME"):
+        config_from_args(parse())
+
+
+def test_a_flag_the_host_already_has_is_refused_by_name() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(flag_of("streams"))
+    with pytest.raises(RuntimeError, match="already has --residual-streams"):
+        add_residual_arguments(parser)
+
+
+def test_no_flag_collides_with_megatrons_own() -> None:
+    arguments = pytest.importorskip("megatron.training.arguments")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_residual_arguments(arguments.add_megatron_arguments(parser))
