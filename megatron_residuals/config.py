@@ -40,8 +40,8 @@ def _option(
 class ResidualConfig:
     """A residual mechanism and its options.
 
-    Every field is also a command-line flag (``--residual-<field>`` with dashes, the mechanism itself
-    being ``--residual``). An option that the mechanism does not read must keep its default.
+    Every field is also a command-line flag (``--residual-<field>`` with dashes; the mechanism is
+    ``--residual``). An option that the mechanism does not read must keep its default.
 
     Raises:
         ValueError: listing every fault at once: unknown names, values out of range, options given

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m megatron_residuals.run [--cpu-host] SCRIPT ARGS…``: run an unmodified Megatron script.
+"""``python -m megatron_residuals.run [--cpu-host] SCRIPT ARGS…``: run a Megatron script as it is.
 
 Adds the ``--residual…`` flags to Megatron's own parser, replaces the named seams, and runs the
 script. Without ``--residual`` the script runs exactly as without us.
@@ -80,8 +80,8 @@ def _read_residual(script_argv: Sequence[str]) -> Any:
         return config_from_args(known)
     if known.spec[:1] != [SPECS]:
         raise ValueError(
-            f"--spec {' '.join(known.spec)} builds its own layers, on which {MECHANISM_FLAG} has no "
-            f"effect; leave --spec out, or wrap that spec with {SPECS}.residual_spec"
+            f"--spec {' '.join(known.spec)} builds its own layers, on which {MECHANISM_FLAG} has "
+            f"no effect; leave --spec out, or wrap that spec with {SPECS}.residual_spec"
         )
     mechanism = known.spec[1] if len(known.spec) > 1 else None
     return config_from_args(known, None if mechanism == FROM_FLAGS else mechanism)

@@ -36,7 +36,8 @@ def residual_spec(base_spec: SpecT, config: ResidualConfig) -> SpecT:
     """A copy of a Megatron spec whose layers carry the residual of ``config``.
 
     Args:
-        base_spec: a layer ``ModuleSpec``, ``TransformerBlockSubmodules``, or a function returning one.
+        base_spec: a layer ``ModuleSpec``, ``TransformerBlockSubmodules``, or a function that
+            returns one.
 
     Returns:
         A spec of the same kind, for ``GPTModel(transformer_layer_spec=…)``.

@@ -29,7 +29,7 @@ def bare_environment(folder: Path) -> dict[str, str]:
 
 
 def run_setup(folder: Path, env: dict[str, str], *args: str) -> tuple[int, list[str]]:
-    """Exit status and lines of a copy of .ci/setup that looks on PATH and in pyenv's folder only."""
+    """Exit status and lines of a copy of .ci/setup that looks on PATH and in pyenv's folder."""
     script = folder / ".ci" / "setup"
     script.parent.mkdir()
     text, count = re.subn(
@@ -46,7 +46,7 @@ def run_setup(folder: Path, env: dict[str, str], *args: str) -> tuple[int, list[
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     return run.returncode, (run.stdout + run.stderr).splitlines()
 

@@ -28,9 +28,10 @@ def depth_weights(
     for source in sources:
         wide = source.to(dtype)
         inverse_rms = torch.rsqrt(wide.square().mean(-1) + eps)
-        logits.append(inverse_rms * torch.mv(wide.reshape(-1, wide.shape[-1]), direction).view(
-            wide.shape[:-1]
-        ))
+        logits.append(
+            inverse_rms
+            * torch.mv(wide.reshape(-1, wide.shape[-1]), direction).view(wide.shape[:-1])
+        )
     return torch.softmax(torch.stack(logits), dim=0)
 
 

@@ -103,7 +103,7 @@ class ResidualTransformerBlock(TransformerBlock):
         dynamic_inference_decode_only: bool | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """One stage of the model: the embedding [s, b, h] or a payload -> a payload or hidden state.
+        """One stage: the embedding [s, b, h] or a payload -> a payload or the hidden state.
 
         Keyword arguments are those of the host's block; they reach the layers unchanged.
         """

@@ -40,7 +40,7 @@ def _communicator(stock: Any) -> Any:
 
     if not issubclass(ResidualP2PCommunicator, stock):
         raise RuntimeError(
-            f"the communicator of the schedules is already {stock.__module__}.{stock.__qualname__}, "
+            f"the schedules' communicator is already {stock.__module__}.{stock.__qualname__}, "
             "not the host's own; another plugin replaced it, and one of the two has to go"
         )
     return ResidualP2PCommunicator
@@ -60,7 +60,7 @@ def _announcing_table(stock: Any) -> Any:
 
 @dataclass(frozen=True)
 class Seam:
-    """One replaced symbol: the module that looks it up, its name there, and what takes its place."""
+    """One replaced symbol: the module that looks it up, its name there, and its replacement."""
 
     module: str
     name: str

@@ -19,7 +19,7 @@ from megatron_residuals.mcore.wire import Direction
 
 
 class Message(NamedTuple):
-    """One hop of one micro-batch: the direction, the stage behind the hop, the index in the step."""
+    """One hop of one micro-batch: direction, the stage behind the hop, index in the step."""
 
     direction: str
     boundary: int
@@ -66,8 +66,8 @@ class LateTensor:
         if arrived != self.message:
             raise RuntimeError(
                 f"pipeline messages out of order: due is the {self.message}; arrived is the "
-                f"{arrived}. Nothing was computed with it. The neighbours walk different schedules, "
-                "or the transport mixes up messages between the same two ranks"
+                f"{arrived}. Nothing was computed with it. The neighbours walk different "
+                "schedules, or the transport mixes up messages between the same two ranks"
             )
         payload = torch.empty(shape, device=self.tensor.device, dtype=self.tensor.dtype)
         _, received = self._direction.exchange(None, payload, batched=False)

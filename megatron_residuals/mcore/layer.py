@@ -68,12 +68,10 @@ class ResidualLayerMixin:
         output, _ = self._forward_attention(x, **arguments)
         state = self.self_attention_residual.write(pending, output)
         x, pending = self.mlp_residual(state)
-        return self.mlp_residual.write(
-            pending, self._forward_mlp(x, **mlp_arguments(arguments))
-        )
+        return self.mlp_residual.write(pending, self._forward_mlp(x, **mlp_arguments(arguments)))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def residual_layer_class(base: type[TransformerLayer]) -> type[TransformerLayer]:
     """The residual form of a host layer class, one class for each base."""
     if issubclass(base, ResidualLayerMixin):

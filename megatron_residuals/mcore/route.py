@@ -19,7 +19,7 @@ from megatron_residuals.mcore.wire import Wire, open_wire
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.source_cache import SourceCache
 
-# The schedules and the blocks of one model meet in the host's config object: both hold the same one.
+# The schedules and the blocks of one model hold the same config object of the host: there they meet.
 ATTRIBUTE = "_megatron_residuals_route"
 _live: weakref.WeakSet[Route] = weakref.WeakSet()
 
@@ -41,12 +41,14 @@ class Route:
     cache: SourceCache = field(default_factory=SourceCache)
     outbox: Outbox = field(default_factory=Outbox)
     _last_training_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
+    attended: bool = False
     agreed: bool = False
     serial: int = 0
     _forwards: Counter[int] = field(default_factory=Counter)
 
     def begin_step(self) -> None:
         """Start a step with nothing of the last one, which may have raised or only run forward."""
+        self.attended = True
         self.outbox.drain()
         self.cache.clear()
         self._forwards.clear()
@@ -68,7 +70,16 @@ class Route:
         """Index, within the step, of the micro-batch that enters a stage.
 
         Every stage sees the micro-batches of a step in the same order, whatever the schedule.
+
+        Raises:
+            RuntimeError: the schedule that runs the stages does not communicate through us.
         """
+        if self.wire is not None and not self.attended:
+            raise RuntimeError(
+                "the pipeline runs without ResidualP2PCommunicator, so payloads would be cut to "
+                "one row. Leave p2p_communicator= to the schedules, or pass a ResidualP2PCommunicator; "
+                "and import megatron_residuals.specs before the first step"
+            )
         self._forwards[stage] += 1
         return self._forwards[stage] - 1
 

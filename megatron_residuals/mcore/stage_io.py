@@ -108,9 +108,7 @@ class StageIO:
         # behind a layer all sources are there and a source's id is its position
         ids = range(len(state.sources)) if self.num_layers else visit.source_ids
         sources = dict(zip(ids, state.sources, strict=True))
-        self._stash(
-            self._plan.stash_on_exit(self.stage), sources, boundary, state.partial, visit
-        )
+        self._stash(self._plan.stash_on_exit(self.stage), sources, boundary, state.partial, visit)
         rows = [sources[source] for source in boundary.sent] + [state.partial]
         returns = _Returns(self.route.cache, visit.micro_batch, tuple(visit.kept))
         return _Pack.apply(returns, len(rows), *rows, *visit.kept.values())

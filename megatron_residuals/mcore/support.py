@@ -20,7 +20,9 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = (
-    Refusal("mtp_num_layers", "multi-token prediction is not supported; leave --mtp-num-layers out"),
+    Refusal(
+        "mtp_num_layers", "multi-token prediction is not supported; leave --mtp-num-layers out"
+    ),
     Refusal(
         "overlap_moe_expert_parallel_comm",
         "its schedule runs layers without the block; drop --overlap-moe-expert-parallel-comm",

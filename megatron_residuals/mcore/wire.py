@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_residuals.mcore.compat import group_timeout
 
+
 @dataclass(frozen=True)
 class Direction:
     """One direction of travel around the ring of pipeline ranks, seen from one rank."""

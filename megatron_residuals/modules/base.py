@@ -4,8 +4,8 @@
 
     embedding --open--> state --read--> x --sublayer--> y --write--> state ... --close--> hidden
 
-``SublayerResidual`` (read, write) stands at every attention and MLP, ``ResidualHead`` (close) once in
-front of the final norm. No mechanism has parameters at the start, so open is the plain function
+``SublayerResidual`` (read, write) stands at every attention and MLP, ``ResidualHead`` (close) once,
+in front of the final norm. No mechanism has parameters at the start, so open is the plain function
 ``modules.open_state``.
 """
 

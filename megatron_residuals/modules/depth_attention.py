@@ -20,9 +20,7 @@ class DepthQuery(Float32Module):
     1-D: no weight decay and no Muon by the host's own rules.
     """
 
-    def __init__(
-        self, hidden_size: int, *, eps: float, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, hidden_size: int, *, eps: float, device: torch.device | None = None) -> None:
         super().__init__()
         self.eps = eps
         self.query = nn.Parameter(torch.empty(hidden_size, device=device))
@@ -43,8 +41,8 @@ class DepthQuery(Float32Module):
 class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
     """Reads by attention over depth; writes into the running sum of its block.
 
-    The first sublayer of a block (``opens_block``) still reads the finished sum of the previous block
-    as the running source; only then is that sum closed and a fresh one started. The very first
+    The first sublayer of a block (``opens_block``) still reads the finished sum of the previous
+    block as the running source; only then is that sum closed and a fresh one started. The very first
     sublayer has one source, the embedding, whose weight is exactly one; its query gets an exact
     zero gradient, so that every parameter takes part in every step.
     """

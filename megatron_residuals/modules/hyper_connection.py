@@ -39,7 +39,7 @@ class PendingWrite(NamedTuple):
 
 
 class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
-    """x = h_pre streams;  streams' = h_res streams + h_post y, with coefficients from the streams."""
+    """x = h_pre streams;  streams' = h_res streams + h_post y; coefficients from the streams."""
 
     @abstractmethod
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
@@ -79,7 +79,9 @@ class HyperConnection(StreamResidual):
         self.static_res = nn.Parameter(torch.empty(num_streams, num_streams, device=device))
         mapping = torch.empty(num_streams + 2, hidden_size, device=device) if dynamic else None
         scale = torch.empty(2, device=device) if dynamic else None
-        self.register_parameter("mapping_weight", None if mapping is None else nn.Parameter(mapping))
+        self.register_parameter(
+            "mapping_weight", None if mapping is None else nn.Parameter(mapping)
+        )
         self.register_parameter("scale", None if scale is None else nn.Parameter(scale))
         self.reset_parameters()
 
@@ -167,7 +169,7 @@ class ManifoldHyperConnection(StreamResidual):
 class StreamHead(ResidualHead[StreamState]):
     """The contraction of n streams to one: their mean, their sum, or a learned weighted sum.
 
-    With ``learned`` (DeepSeek-V4's head), parameters (float32): head_weight [n, n d], head_bias [n],
+    With ``learned`` (DeepSeek-V4's head), float32 parameters head_weight [n, n d], head_bias [n] and
     head_scale [1]; the initial weights are 1/n each, which is the mean.
     """
 

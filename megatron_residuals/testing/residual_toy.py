@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The toy GPT with its residual connection replaced.
 
-Call ``megatron_residuals.testing.install()`` before importing this module: it imports Megatron-Core.
+Call ``megatron_residuals.testing.install()`` before importing this: it imports Megatron-Core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_residuals.testing.toy_weights import default_initialise
 
 
 def spec_for(residual: str | ResidualConfig) -> Callable[[Any, int | None], Any]:
-    """A spec function for ``run_toy``: the host's local layers with a residual (or its text form)."""
+    """A spec function for ``run_toy``: the host's local layers with a residual, or its text form."""
     config = ResidualConfig.parse(residual) if isinstance(residual, str) else residual
     install()
 

@@ -50,6 +50,7 @@ def test_a_flag_the_host_already_has_is_refused_by_name() -> None:
         add_residual_arguments(parser)
 
 
+@pytest.mark.filterwarnings("ignore:'type' is deprecated:DeprecationWarning")
 def test_no_flag_collides_with_megatrons_own() -> None:
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = argparse.ArgumentParser(allow_abbrev=False)

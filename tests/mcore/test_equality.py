@@ -40,10 +40,6 @@ def one_process(mechanism: str) -> ToyResult:
     return run_toy(ToyGPT(), spec_for(mechanism))
 
 
-@functools.cache
-
-
-
 def assert_equal(actual: ToyResult, expected: ToyResult, kind: str) -> None:
     losses = [torch.tensor(result.losses) for result in (actual, expected)]
     assert_close(*losses, dtype=torch.float32, kind=kind, name="losses")
@@ -103,9 +99,7 @@ def test_at_initialisation_a_mechanism_is_the_stock_model(mechanism: str) -> Non
     assert_close(*losses, dtype=torch.float64, kind="reordered", name="losses")
     assert actual.grads.keys() > expected.grads.keys()
     for name, gradient in expected.grads.items():
-        assert_close(
-            actual.grads[name], gradient, dtype=torch.float64, kind="reordered", name=name
-        )
+        assert_close(actual.grads[name], gradient, dtype=torch.float64, kind="reordered", name=name)
 
 
 def test_different_mechanisms_are_different_models() -> None:

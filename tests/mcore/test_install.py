@@ -67,7 +67,9 @@ def test_a_missing_symbol_is_named_with_the_version_and_nothing_is_replaced(
     stock = symbols()
     gone = seams.Seam("megatron.core.pipeline_parallel.schedules", "NoSuchName", "", lambda s: s)
     monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, gone))
-    with pytest.raises(RuntimeError, match=r"schedules\.NoSuchName does not exist in megatron-core"):
+    with pytest.raises(
+        RuntimeError, match=r"schedules\.NoSuchName does not exist in megatron-core"
+    ):
         seams.install()
     monkeypatch.undo()
     assert symbols() == stock

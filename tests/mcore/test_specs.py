@@ -94,7 +94,9 @@ def test_a_spec_of_another_kind_is_refused(wrong: Any) -> None:
         residual_spec(wrong, ResidualConfig("hc"))
 
 
-MOE = dict(num_moe_experts=4, moe_layer_freq=[0, 1, 0, 1], moe_router_topk=2, moe_ffn_hidden_size=16)
+MOE = dict(
+    num_moe_experts=4, moe_layer_freq=[0, 1, 0, 1], moe_router_topk=2, moe_ffn_hidden_size=16
+)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "mhc", "block_attnres"])
@@ -106,9 +108,7 @@ def test_mixed_dense_and_expert_layers_equal_one_process(mechanism: str) -> None
     actual = run_toy(ToyGPT(pp=2, vpp=2, config_overrides=overrides), spec)
     assert actual.losses == expected.losses
     for name, gradient in expected.grads.items():
-        assert_close(
-            actual.grads[name], gradient, dtype=torch.float32, kind="same_math", name=name
-        )
+        assert_close(actual.grads[name], gradient, dtype=torch.float32, kind="same_math", name=name)
     if mechanism == "residual":
         stock = run_toy(
             ToyGPT(config_overrides=overrides),

@@ -49,9 +49,7 @@ def layouts(pp: int, vpp: int) -> dict[str, dict[str, Any]]:
     if NUM_LAYERS % stages:
         del named["even"]
     return {
-        name: {}
-        if cut is None
-        else {"pipeline_model_parallel_layout": f"E{'|'.join(cut)}L"}
+        name: {} if cut is None else {"pipeline_model_parallel_layout": f"E{'|'.join(cut)}L"}
         for name, cut in named.items()
     }
 
@@ -73,7 +71,13 @@ def schedules(pp: int, vpp: int) -> list[dict[str, Any]]:
     group = dict(microbatch_group_size_per_vp_stage=4)  # six micro-batches are then four and two
     batched = dict(overlap_p2p_comm=False, batch_p2p_comm=True)
     flushed = dict(overlap_p2p_comm_warmup_flush=True)
-    return [{}, {**freed, **group}, {**batched, **freed}, {**flushed, **freed}, {**batched, **group}]
+    return [
+        {},
+        {**freed, **group},
+        {**batched, **freed},
+        {**flushed, **freed},
+        {**batched, **group},
+    ]
 
 
 def cases() -> dict[str, Case]:
