@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args, get_type_hints
+from typing import cast, get_args, get_type_hints
 
 from megatron_residuals.depth import DepthMap
 
@@ -147,16 +148,21 @@ class ResidualConfig:
 
     def _range_faults(self) -> list[str]:
         faults = []
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+
+        def given(name: str) -> bool:
+            return not (getattr(self, name) is None and defaults[name] is None)
+
         for name in ("streams", "mhc_sinkhorn_iterations", "block_layers", "block_sublayers"):
             value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
+            if given(name) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 faults.append(f"{name} is {value!r}; give an integer of at least 1")
-        for name in ("mhc_eps", "attnres_eps"):
+        for name, above in (("mhc_eps", 0.0), ("attnres_eps", 0.0), ("mhc_alpha_init", -math.inf)):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                faults.append(f"{name} is {value!r}; give a number above 0")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if given(name) and not (number and above < value < math.inf):
+                allowed = "a finite number" + (" above 0" if above == 0 else "")
+                faults.append(f"{name} is {value!r}; give {allowed}")
         for name in ("hc_dynamic", "check_messages"):
             if not isinstance(getattr(self, name), bool):
                 faults.append(f"{name} is {getattr(self, name)!r}; give True or False")
@@ -228,8 +234,11 @@ class ResidualConfig:
                 return cls(mechanism=node.id)
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
                 raise SyntaxError("not of the form mechanism(option=value, …)")
+            names = [word.arg for word in node.keywords]
+            if len(set(names)) < len(names) or "mechanism" in names:
+                raise SyntaxError("an option is given twice")
             options = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, TypeError) as error:
             raise ValueError(
                 f"cannot read residual configuration {text!r} ({error}); write for example "
                 "'block_attnres(block_layers=4)'"
@@ -255,5 +264,5 @@ class ResidualConfig:
     def option_type(cls, name: str) -> type:
         """The scalar type of a field, without ``None`` (for parsers of command lines)."""
         hint = get_type_hints(cls)[name]
-        types = [member for member in get_args(hint) if member is not type(None)]
-        return types[0] if types else hint
+        types: list[type] = [member for member in get_args(hint) if member is not type(None)]
+        return types[0] if types else cast(type, hint)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_residuals.functional.precision import wide, without_autocast
+
 
 def depth_weights(
     sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float
@@ -22,16 +24,15 @@ def depth_weights(
     m sources. The gain folds into the query, so each source is read for one dot product and one
     sum of squares; the sources are never stacked.
     """
-    dtype = torch.promote_types(sources[0].dtype, torch.float32)
+    dtype = wide(sources[0]).dtype
     direction = query.to(dtype) * key_gain.to(dtype)
     logits = []
     for source in sources:
-        wide = source.to(dtype)
-        inverse_rms = torch.rsqrt(wide.square().mean(-1) + eps)
-        logits.append(
-            inverse_rms
-            * torch.mv(wide.reshape(-1, wide.shape[-1]), direction).view(wide.shape[:-1])
-        )
+        keys = source.to(dtype)
+        inverse_rms = torch.rsqrt(keys.square().mean(-1) + eps)
+        with without_autocast(keys):
+            scores = torch.mv(keys.reshape(-1, keys.shape[-1]), direction)
+        logits.append(inverse_rms * scores.view(keys.shape[:-1]))
     return torch.softmax(torch.stack(logits), dim=0)
 
 

@@ -19,8 +19,8 @@ def sinkhorn_paper(logits: Tensor, *, iterations: int) -> Tensor:
     """
     log_h = logits
     for _ in range(iterations):
-        log_h = log_h - torch.logsumexp(log_h, COLUMNS, keepdim=True)
-        log_h = log_h - torch.logsumexp(log_h, ROWS, keepdim=True)
+        log_h = torch.log_softmax(log_h, COLUMNS)
+        log_h = torch.log_softmax(log_h, ROWS)
     return log_h.exp()
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_residuals.functional.precision import wide, without_autocast
 from megatron_residuals.functional.sinkhorn import sinkhorn_dsv4, sinkhorn_paper
 
 
@@ -23,8 +24,18 @@ class StreamCoefficients(NamedTuple):
     h_res: Tensor
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def _weighted(equation: str, coefficients: Tensor, streams: Tensor) -> Tensor:
+    """einsum in the wider of the two dtypes, at least float32, whatever autocast says."""
+    dtype = torch.promote_types(coefficients.dtype, wide(streams).dtype)
+    with without_autocast(streams):
+        return torch.einsum(equation, coefficients.to(dtype), streams.to(dtype))
+
+
+def _project(inputs: Tensor, mapping: Tensor) -> Tensor:
+    """mapping x in the wider of the two dtypes, whatever autocast says."""
+    dtype = torch.promote_types(inputs.dtype, mapping.dtype)
+    with without_autocast(inputs):
+        return torch.nn.functional.linear(inputs.to(dtype), mapping.to(dtype))
 
 
 def expand_streams(embedding: Tensor, num_streams: int) -> Tensor:
@@ -35,7 +46,7 @@ def expand_streams(embedding: Tensor, num_streams: int) -> Tensor:
 
 def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
     """x = sum_n h_pre[n] streams[n].    -> [..., d] in the dtype of the streams (mHC, eq. 1)"""
-    mixed = torch.einsum("...n,...nd->...d", h_pre, _wide(streams))
+    mixed = _weighted("...n,...nd->...d", h_pre, streams)
     return mixed.to(streams.dtype)
 
 
@@ -44,8 +55,8 @@ def write_streams(streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor
 
     output [..., d] is what the sublayer computed; the result has the shape and dtype of streams.
     """
-    mixed = torch.einsum("...ji,...id->...jd", h_res, _wide(streams))
-    written = h_post.unsqueeze(-1) * _wide(output).unsqueeze(-2)
+    mixed = _weighted("...ji,...id->...jd", h_res, streams)
+    written = h_post.unsqueeze(-1) * wide(output).unsqueeze(-2)
     return (mixed + written).to(streams.dtype)
 
 
@@ -56,9 +67,9 @@ def contract_streams(streams: Tensor, how: str, weights: Tensor | None = None) -
         ValueError: ``how`` is not mean, sum or learned, or learned comes without weights.
     """
     if how == "mean":
-        return _wide(streams).mean(-2).to(streams.dtype)
+        return wide(streams).mean(-2).to(streams.dtype)
     if how == "sum":
-        return _wide(streams).sum(-2).to(streams.dtype)
+        return wide(streams).sum(-2).to(streams.dtype)
     if how == "learned" and weights is not None:
         return read_streams(streams, weights)
     raise ValueError(f"contraction is {how!r}; allowed: mean, sum, learned (with weights)")
@@ -83,14 +94,14 @@ def mhc_coefficients(
     ``convention="paper"``: h_res[new, old] as projected. ``"dsv4"`` (DeepSeek-V4): the projected
     matrix is comb[old, new], transposed here; eps is added to h_pre and in the Sinkhorn steps.
     """
+    if convention not in ("paper", "dsv4"):
+        raise ValueError(f"convention is {convention!r}; allowed: paper, dsv4")
     num_streams = streams.shape[-2]
-    flat = _wide(streams).flatten(-2)
+    flat = wide(streams).flatten(-2)
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
     sizes = (num_streams, num_streams, num_streams * num_streams)
-    gates = torch.repeat_interleave(
-        alpha, torch.tensor(sizes, device=alpha.device), output_size=sum(sizes)
-    )
-    logits = inverse_rms * torch.nn.functional.linear(flat, mapping) * gates + bias
+    gates = torch.cat([gate.expand(size) for gate, size in zip(alpha, sizes, strict=True)])
+    logits = inverse_rms * _project(flat, mapping) * gates + bias
     pre, post, res = logits.split(sizes, dim=-1)
     h_pre, h_post = torch.sigmoid(pre), 2 * torch.sigmoid(post)
     res = res.unflatten(-1, (num_streams, num_streams))
@@ -107,9 +118,9 @@ def mhc_head_weights(
 
     mapping [n, n d], bias [n], scale [1]  ->  [..., n] in at least float32.
     """
-    flat = _wide(streams).flatten(-2)
+    flat = wide(streams).flatten(-2)
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
-    mixes = inverse_rms * torch.nn.functional.linear(flat, mapping)
+    mixes = inverse_rms * _project(flat, mapping)
     return torch.sigmoid(scale * mixes + bias) + eps
 
 
@@ -133,6 +144,8 @@ def hc_coefficients(
     over d, one stream at a time: ``layernorm`` (HC) or ``rmsnorm`` (as restated by mHC); a gain
     would fold into mapping.
     """
+    if norm not in ("layernorm", "rmsnorm"):
+        raise ValueError(f"norm is {norm!r}; allowed: layernorm, rmsnorm")
     lead = (*streams.shape[:-2], streams.shape[-2])
     if mapping is None or scale is None:
         return StreamCoefficients(
@@ -140,12 +153,12 @@ def hc_coefficients(
             static.h_post.expand(lead),
             static.h_res.expand(*lead, lead[-1]),
         )
-    wide = _wide(streams)
+    inputs = wide(streams)
     if norm == "layernorm":
-        normed = torch.nn.functional.layer_norm(wide, wide.shape[-1:], eps=eps)
+        normed = torch.nn.functional.layer_norm(inputs, inputs.shape[-1:], eps=eps)
     else:
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    dynamic = torch.tanh(torch.nn.functional.linear(normed, mapping))
+        normed = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
+    dynamic = torch.tanh(_project(normed, mapping))
     pre, post, res = dynamic[..., 0], dynamic[..., 1], dynamic[..., 2:]
     return StreamCoefficients(
         scale[0] * pre + static.h_pre,

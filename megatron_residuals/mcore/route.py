@@ -19,7 +19,7 @@ from megatron_residuals.mcore.wire import Wire, open_wire
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.source_cache import SourceCache
 
-# The schedules and the blocks of one model hold the same config object of the host: there they meet.
+# The schedules and the blocks of one model hold the same config object of the host.
 ATTRIBUTE = "_megatron_residuals_route"
 _live: weakref.WeakSet[Route] = weakref.WeakSet()
 
@@ -77,8 +77,8 @@ class Route:
         if self.wire is not None and not self.attended:
             raise RuntimeError(
                 "the pipeline runs without ResidualP2PCommunicator, so payloads would be cut to "
-                "one row. Leave p2p_communicator= to the schedules, or pass a ResidualP2PCommunicator; "
-                "and import megatron_residuals.specs before the first step"
+                "one row. Leave p2p_communicator= to the schedules, or pass a "
+                "ResidualP2PCommunicator; and import megatron_residuals.specs before the first step"
             )
         self._forwards[stage] += 1
         return self._forwards[stage] - 1

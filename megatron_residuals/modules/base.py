@@ -32,9 +32,8 @@ class Float32Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Module:
         def keep_float32(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
-            if tensor.dtype == torch.float32 and narrowed:
-                return tensor.to(moved.device)
+            if moved.is_floating_point() and moved.dtype.itemsize < 4:
+                return tensor.to(moved.device, torch.promote_types(tensor.dtype, torch.float32))
             return moved
 
         return super()._apply(keep_float32, recurse)

@@ -42,8 +42,8 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
     """Reads by attention over depth; writes into the running sum of its block.
 
     The first sublayer of a block (``opens_block``) still reads the finished sum of the previous
-    block as the running source; only then is that sum closed and a fresh one started. The very first
-    sublayer has one source, the embedding, whose weight is exactly one; its query gets an exact
+    block as the running source; only then is that sum closed and a fresh one started. The first
+    sublayer of all has one source, the embedding, whose weight is exactly one; its query gets an exact
     zero gradient, so that every parameter takes part in every step.
     """
 

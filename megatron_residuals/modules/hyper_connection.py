@@ -169,7 +169,7 @@ class ManifoldHyperConnection(StreamResidual):
 class StreamHead(ResidualHead[StreamState]):
     """The contraction of n streams to one: their mean, their sum, or a learned weighted sum.
 
-    With ``learned`` (DeepSeek-V4's head), float32 parameters head_weight [n, n d], head_bias [n] and
+    With ``learned`` (DeepSeek-V4's head), float32 parameters head_weight [n, n d], head_bias [n],
     head_scale [1]; the initial weights are 1/n each, which is the mean.
     """
 

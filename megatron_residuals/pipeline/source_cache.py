@@ -106,6 +106,7 @@ class SourceCache:
             )
         slot.deposits_due -= 1
         gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None, "the hook runs right after the gradient was accumulated"
         slot.gradient = gradient if slot.gradient is None else slot.gradient.add_(gradient)
 
     def collect(self, micro_batch: int, source: int) -> Tensor:

@@ -51,6 +51,7 @@ class NullStream:
         return None
 
     def record_event(self, event: NullEvent | None = None) -> NullEvent:
+        """The event, or a new one, at the end of the stream's work: now."""
         event = NullEvent() if event is None else event
         event.record()
         return event

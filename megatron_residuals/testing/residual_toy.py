@@ -20,7 +20,7 @@ from megatron_residuals.testing.toy_weights import default_initialise
 
 
 def spec_for(residual: str | ResidualConfig) -> Callable[[Any, int | None], Any]:
-    """A spec function for ``run_toy``: the host's local layers with a residual, or its text form."""
+    """A spec function for ``run_toy``: the host's local layers with a residual (config or text)."""
     config = ResidualConfig.parse(residual) if isinstance(residual, str) else residual
     install()
 

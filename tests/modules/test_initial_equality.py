@@ -3,7 +3,7 @@
 """At initialisation every mechanism is the plain pre-norm model: same logits, same gradients.
 
 One assertion that catches any source lost or doubled, any stream weighted wrongly, and any head
-that does not fit. What it cannot see, block boundaries in the wrong place, test_depth_recursion does.
+that does not fit. It cannot see block boundaries in the wrong place: test_depth_recursion does.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from megatron_residuals.testing.toy_gpt import (
     transformer_config,
 )
 
-pytestmark = [pytest.mark.host, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.host, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

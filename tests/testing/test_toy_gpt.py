@@ -26,7 +26,7 @@ from megatron_residuals.testing.toy_gpt import (
 )
 from megatron_residuals.testing.toy_weights import default_initialise, full_grads, named_globally
 
-pytestmark = [pytest.mark.host, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.host, pytest.mark.timeout(120)]
 
 FP32 = ToyGPT()
 FP64 = ToyGPT(dtype=torch.float64)
