@@ -43,8 +43,8 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
 
     The first sublayer of a block (``opens_block``) still reads the finished sum of the previous
     block as the running source; only then is that sum closed and a fresh one started. The first
-    sublayer of all has one source, the embedding, whose weight is exactly one; its query gets an exact
-    zero gradient, so that every parameter takes part in every step.
+    sublayer of all has one source, the embedding, whose weight is exactly one; its query gets an
+    exact zero gradient, so that every parameter takes part in every step.
     """
 
     def __init__(

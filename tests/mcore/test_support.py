@@ -71,3 +71,14 @@ def test_the_model_itself_refuses_while_it_is_built() -> None:
     toy = ToyGPT(config_overrides=dict(fp32_residual_connection=True))
     with pytest.raises(RankFailure, match="fp32_residual_connection = True"):
         run_ranks(1, build, toy)
+
+
+def generate(toy: ToyGPT) -> None:
+    setup_parallel(toy)
+    (chunk,) = build_chunks(toy, spec_for("mhc()"))
+    chunk.decoder(torch.zeros(4, 1, toy.hidden_size), None, inference_context=object())
+
+
+def test_generation_with_an_inference_context_is_refused() -> None:
+    with pytest.raises(RankFailure, match="generation with an inference context"):
+        run_ranks(1, generate, ToyGPT())
