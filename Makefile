@@ -9,6 +9,8 @@ PYTHON ?=
 QUICK ?=
 # Megatron-Core releases tested beside the newest one, which .ci/requirements/main.txt pins.
 HOSTS ?= 0.16.1 0.17.1 0.18.2
+# Arguments of the transport benchmark, e.g. BENCH_ARGS='--vpp 1'.
+BENCH_ARGS ?=
 # Processes that run tests side by side (0: none but pytest's own), and more arguments for pytest.
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -18,7 +20,7 @@ venv_python := .venv/bin/python
 typed := $(addprefix megatron_residuals/,_version.py config.py depth.py functional planner kernels)
 typed += $(filter-out %/source_cache.py,$(wildcard megatron_residuals/pipeline/*.py))
 
-.PHONY: help setup dev demo test check format clean distclean
+.PHONY: help setup dev demo test bench check format clean distclean
 
 help:
 	@echo 'make demo       set everything up, train three small models on real text, draw the report'
@@ -26,6 +28,7 @@ help:
 	@echo 'make test       set everything up, run the linter and all tests that need no GPU, on every host'
 	@echo "                (WORKERS=4, HOSTS='0.18.2', PYTEST_ARGS='-k name')"
 	@echo 'make dev        make the environments to work in: .venv and the other hosts'
+	@echo 'make bench      what the pipeline transports cost, as ratios (BENCH_ARGS="--vpp 1")'
 	@echo 'make check      linter, formatting and types, in seconds'
 	@echo 'make format     let the linter repair and format the code'
 	@echo 'make clean      remove caches and build output; make distclean: the environments too'
@@ -44,6 +47,9 @@ demo: setup
 test: setup
 	@PYTHON='$(PYTHON)' .ci/setup hosts $(HOSTS)
 	@$(venv_python) .ci/run_tests.py --workers $(WORKERS) --hosts $(HOSTS) -- $(PYTEST_ARGS)
+
+bench: setup
+	@OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.transport $(BENCH_ARGS)
 
 check: setup
 	$(venv_python) -m ruff check .

@@ -47,6 +47,8 @@ class Curve:
 
     def smooth(self) -> Curve:
         """Trailing mean over one ``SMOOTHING``-th of the curve, from the first full window on."""
+        if not self.values:
+            return self
         window = max(1, len(self.values) // SMOOTHING)
         means = np.convolve(self.values, np.full(window, 1 / window), mode="valid")
         return Curve(self.steps[window - 1 :], tuple(means.tolist()))

@@ -24,12 +24,12 @@ QUICK=${QUICK:-}
 export DEVICE=cpu GPUS_PER_NODE=2 TP=1 PP=2 VPP=2
 export NUM_LAYERS=${NUM_LAYERS:-8} HIDDEN_SIZE=${HIDDEN_SIZE:-96} FFN_HIDDEN_SIZE=${FFN_HIDDEN_SIZE:-256}
 export NUM_ATTENTION_HEADS=${NUM_ATTENTION_HEADS:-4} SEQ_LENGTH=${SEQ_LENGTH:-128} INIT_STD=${INIT_STD:-0.06}
-export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-4} GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-16}
-export LR=${LR:-6e-3} MIN_LR=${MIN_LR:-6e-4} SEED=${SEED:-1234}
+export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-4} GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-8}
+export LR=${LR:-4e-3} MIN_LR=${MIN_LR:-4e-4} SEED=${SEED:-1234}
 if [[ -n $QUICK && $QUICK != 0 ]]; then
-  export TRAIN_ITERS=${TRAIN_ITERS:-25} EVAL_INTERVAL=${EVAL_INTERVAL:-15} EVAL_ITERS=${EVAL_ITERS:-2}
+  export TRAIN_ITERS=${TRAIN_ITERS:-30} EVAL_INTERVAL=${EVAL_INTERVAL:-15} EVAL_ITERS=${EVAL_ITERS:-4}
 else
-  export TRAIN_ITERS=${TRAIN_ITERS:-150} EVAL_INTERVAL=${EVAL_INTERVAL:-40} EVAL_ITERS=${EVAL_ITERS:-8}
+  export TRAIN_ITERS=${TRAIN_ITERS:-260} EVAL_INTERVAL=${EVAL_INTERVAL:-60} EVAL_ITERS=${EVAL_ITERS:-16}
 fi
 export LR_WARMUP_ITERS=${LR_WARMUP_ITERS:-$((TRAIN_ITERS / 10))}
 export LOG_INTERVAL=1 NUM_WORKERS=0
@@ -51,18 +51,28 @@ show_progress() {
   while kill -0 "$1" 2>/dev/null; do
     if ((SECONDS - shown >= every)); then
       shown=$SECONDS
-      read -r iteration loss < <(last_iteration "$2") || { iteration=0 && loss=nan; }
-      printf "  %-14s iteration %4d/%d   loss %6.3f   %3d s$end" \
-        "$3" "$iteration" "$TRAIN_ITERS" "$loss" $((SECONDS - begun))
+      if read -r iteration loss < <(last_iteration "$2"); then
+        printf "  %-14s iteration %4d/%d   loss %.3f   %3d s$end" \
+          "$3" "$iteration" "$TRAIN_ITERS" "$loss" $((SECONDS - begun))
+      else
+        printf "  %-14s starting %36d s$end" "$3" $((SECONDS - begun))
+      fi
     fi
     sleep 1
   done
+}
+
+fail() {
+  printf '\n%s. The end of %s:\n\n' "$1" "$2" >&2
+  tail -n 40 "$2" >&2
+  exit 1
 }
 
 train() {
   local run=$1 folder=$OUT/$1 status=0
   rm -rf "$folder"
   mkdir -p "$folder"
+  : >"$folder/log.txt" # it is read before the background process has made it
   RESIDUAL=$run RESIDUAL_OPTIONS=${OPTIONS[$run]:-} RUN_DIR=$folder WANDB_NAME=$run \
     MEGATRON_RESIDUALS_SUMMARY_DIR=$folder \
     launch/pretrain.sh >"$folder/log.txt" 2>&1 &
@@ -70,11 +80,7 @@ train() {
   show_progress "$running" "$folder/log.txt" "$run"
   wait "$running" || status=$?
   running=
-  if ((status)); then
-    printf '\n%s failed with status %d. The end of %s:\n\n' "$run" "$status" "$folder/log.txt" >&2
-    tail -n 40 "$folder/log.txt" >&2
-    exit 1
-  fi
+  ((status == 0)) || fail "$run failed with status $status" "$folder/log.txt"
   printf '  %-14s done: %s\n' "$run" "$(sed -n 's/^ *\(validation loss at .*on validation set\) | lm loss value: \([0-9.E+-]*\).*/\1: \2/p' "$folder/log.txt" | tail -n 1)"
 }
 
@@ -83,7 +89,9 @@ trap '[[ -z $running ]] || kill "$running"' EXIT
 
 begun=$SECONDS
 echo "data: Python's standard library, byte by byte"
-"$PYTHON" -W ignore examples/prepare_data.py --output-prefix "$DATA" --max-mib "${MAX_MIB:-16}"
+mkdir -p "$OUT"
+"$PYTHON" examples/prepare_data.py --output-prefix "$DATA" --max-mib "${MAX_MIB:-16}" \
+  2>"$OUT/data_log.txt" || fail "preparing the data failed" "$OUT/data_log.txt"
 echo "training: $TRAIN_ITERS iterations, logs in $OUT/<run>/log.txt"
 for run in "${RUNS[@]}"; do
   train "$run"

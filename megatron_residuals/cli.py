@@ -14,15 +14,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_residuals._version import __version__
-from megatron_residuals.commands import plan
+from megatron_residuals.commands import doctor, plan
 
 PROGRAM = "megatron-residuals"
-COMMANDS = (plan,)
+COMMANDS = (plan, doctor)
 
 EXAMPLES = """\
 examples:
   megatron-residuals plan --layers 96 --block-layers 12 --pp 8 --vpp 4
   megatron-residuals plan --help
+  megatron-residuals doctor
 """
 
 

@@ -21,6 +21,13 @@ CONTRACTIONS = ("auto", "mean", "sum", "learned")
 INITIALISATIONS = ("a6", "symmetric")
 HC_NORMS = ("layernorm", "rmsnorm")
 TRANSPORTS = ("full", "delta")
+RECOMPUTE = {  # policy: the mechanisms it is defined for
+    "none": MECHANISMS,
+    "mix": (*STREAM_MECHANISMS, *SOURCE_MECHANISMS),
+    "group": STREAM_MECHANISMS,
+    "block": SOURCE_MECHANISMS,
+    "block+layer": SOURCE_MECHANISMS,
+}
 
 # Around eight blocks recover most of the gain (Attention Residuals, section 5; Kimi-K3 uses eight).
 DEFAULT_NUM_BLOCKS = 8
@@ -116,6 +123,12 @@ class ResidualConfig:
         "full (the whole prefix; bitwise equal to no pipeline)",
         choices=TRANSPORTS,
     )
+    recompute: str = _option(  # type: ignore[assignment]
+        "none",
+        "what is worked out again in backward: none, mix (inputs of sublayers), group[:r] (streams "
+        "between every r-th sublayer; without r the best for the stage), block (all layers of an "
+        "AttnRes block), block+layer (the same, one layer at a time)",
+    )
     check_messages: bool = _option(  # type: ignore[assignment]
         False,
         "send a header ahead of every pipeline message and check that it is the one expected "
@@ -166,12 +179,39 @@ class ResidualConfig:
         for name in ("hc_dynamic", "check_messages"):
             if not isinstance(getattr(self, name), bool):
                 faults.append(f"{name} is {getattr(self, name)!r}; give True or False")
+        faults.extend(self._recompute_faults())
         if self.block_layers is not None and self.block_sublayers is not None:
             faults.append(
                 f"block_layers={self.block_layers} and block_sublayers={self.block_sublayers} are "
                 "both given; a block has one length, give one of the two"
             )
         return faults
+
+    def _recompute_faults(self) -> list[str]:
+        policy, _, length = str(self.recompute).partition(":")
+        known = f"allowed: {', '.join(RECOMPUTE)}, group:r, group:auto"
+        if policy not in RECOMPUTE or (length and policy != "group"):
+            return [f"recompute is {self.recompute!r}; {known}"]
+        if length and length != "auto" and not (length.isdecimal() and int(length) > 0):
+            return [f"recompute is {self.recompute!r}; r is a number of sublayers, at least 1"]
+        if self.mechanism in MECHANISMS and self.mechanism not in RECOMPUTE[policy]:
+            return [
+                f"recompute is {self.recompute!r}, which is for {', '.join(RECOMPUTE[policy])}; "
+                f"{self.mechanism!r} allows "
+                + ", ".join(name for name, ours in RECOMPUTE.items() if self.mechanism in ours)
+            ]
+        return []
+
+    @property
+    def recompute_policy(self) -> str:
+        """``recompute`` without a group length."""
+        return self.recompute.partition(":")[0]
+
+    @property
+    def group_length(self) -> int | None:
+        """r of ``group:r``; None where it is to be chosen for the stage."""
+        length = self.recompute.partition(":")[2]
+        return int(length) if length.isdecimal() else None
 
     @property
     def is_streams(self) -> bool:

@@ -15,25 +15,43 @@ from torch import Tensor
 from megatron_residuals.functional.precision import wide, without_autocast
 
 
+def score_sources(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """dot_j = <source_j, query o key_gain> and r_j = 1 / rms(source_j).    -> two of [m, ...]
+
+    The logit of a source is their product. The sources are read one by one, never stacked.
+    """
+    dtype = wide(sources[0]).dtype
+    direction = query.to(dtype) * key_gain.to(dtype)
+    dots, inverse_rms = [], []
+    for source in sources:
+        keys = source.to(dtype)
+        inverse_rms.append(torch.rsqrt(keys.square().mean(-1) + eps))
+        with without_autocast(keys):
+            scores = torch.mv(keys.reshape(-1, keys.shape[-1]), direction)
+        dots.append(scores.view(keys.shape[:-1]))
+    return torch.stack(dots), torch.stack(inverse_rms)
+
+
 def depth_weights(
     sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float
 ) -> Tensor:
     """alpha = softmax_j( query . RMSNorm(source_j; key_gain) ).    -> [m, ...], float32 or wider
 
     Attention Residuals (arXiv 2603.15031), section 3: no 1/sqrt(d), one softmax per token over the
-    m sources. The gain folds into the query, so each source is read for one dot product and one
-    sum of squares; the sources are never stacked.
+    m sources. The gain folds into the query.
     """
-    dtype = wide(sources[0]).dtype
-    direction = query.to(dtype) * key_gain.to(dtype)
-    logits = []
-    for source in sources:
-        keys = source.to(dtype)
-        inverse_rms = torch.rsqrt(keys.square().mean(-1) + eps)
-        with without_autocast(keys):
-            scores = torch.mv(keys.reshape(-1, keys.shape[-1]), direction)
-        logits.append(inverse_rms * scores.view(keys.shape[:-1]))
-    return torch.softmax(torch.stack(logits), dim=0)
+    dots, inverse_rms = score_sources(sources, query, key_gain, eps=eps)
+    return torch.softmax(inverse_rms * dots, dim=0)
+
+
+def mix_sources(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """x = sum_j weights_j source_j.    weights [m, ...] -> [..., d] in the dtype of the sources"""
+    mixed = weights[0].unsqueeze(-1) * sources[0].to(weights.dtype)
+    for weight, source in zip(weights[1:], sources[1:], strict=True):
+        mixed = mixed + weight.unsqueeze(-1) * source.to(weights.dtype)
+    return mixed.to(sources[0].dtype)
 
 
 def read_sources(
@@ -43,8 +61,4 @@ def read_sources(
 
     -> [..., d] in the dtype of the sources (Attention Residuals, eq. 3 and 6).
     """
-    weights = depth_weights(sources, query, key_gain, eps=eps)
-    mixed = weights[0].unsqueeze(-1) * sources[0].to(weights.dtype)
-    for weight, source in zip(weights[1:], sources[1:], strict=True):
-        mixed = mixed + weight.unsqueeze(-1) * source.to(weights.dtype)
-    return mixed.to(sources[0].dtype)
+    return mix_sources(sources, depth_weights(sources, query, key_gain, eps=eps))

@@ -94,15 +94,39 @@ def mhc_coefficients(
     ``convention="paper"``: h_res[new, old] as projected. ``"dsv4"`` (DeepSeek-V4): the projected
     matrix is comb[old, new], transposed here; eps is added to h_pre and in the Sinkhorn steps.
     """
-    if convention not in ("paper", "dsv4"):
-        raise ValueError(f"convention is {convention!r}; allowed: paper, dsv4")
+    logits = mhc_logits(streams, mapping, bias, alpha, eps=eps)
+    return mhc_activations(
+        logits,
+        num_streams=streams.shape[-2],
+        convention=convention,
+        iterations=iterations,
+        eps=eps,
+    )
+
+
+def mhc_logits(
+    streams: Tensor, mapping: Tensor, bias: Tensor, alpha: Tensor, *, eps: float
+) -> Tensor:
+    """h = alpha u (mapping vec(x)) + bias.    -> [..., 2n + n^2], as in ``mhc_coefficients``"""
     num_streams = streams.shape[-2]
     flat = wide(streams).flatten(-2)
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
     sizes = (num_streams, num_streams, num_streams * num_streams)
     gates = torch.cat([gate.expand(size) for gate, size in zip(alpha, sizes, strict=True)])
-    logits = inverse_rms * _project(flat, mapping) * gates + bias
-    pre, post, res = logits.split(sizes, dim=-1)
+    return inverse_rms * _project(flat, mapping) * gates + bias
+
+
+def mhc_activations(
+    logits: Tensor, *, num_streams: int, convention: str, iterations: int, eps: float
+) -> StreamCoefficients:
+    """Gates and mixing matrix from their logits, the second half of ``mhc_coefficients``.
+
+    Raises:
+        ValueError: the convention is neither paper nor dsv4.
+    """
+    if convention not in ("paper", "dsv4"):
+        raise ValueError(f"convention is {convention!r}; allowed: paper, dsv4")
+    pre, post, res = logits.split((num_streams, num_streams, num_streams**2), dim=-1)
     h_pre, h_post = torch.sigmoid(pre), 2 * torch.sigmoid(post)
     res = res.unflatten(-1, (num_streams, num_streams))
     if convention == "dsv4":

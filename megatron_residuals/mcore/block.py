@@ -13,13 +13,14 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_residuals.mcore.compat import layer_quantization_context, outer_quantization_context
+from megatron_residuals.mcore.compat import outer_quantization_context
 from megatron_residuals.mcore.layer import parameter_device, tag_parameters
 from megatron_residuals.mcore.route import route_for
+from megatron_residuals.mcore.runner import StageRunner
 from megatron_residuals.mcore.spec import ResidualBlockSubmodules, block_submodules
 from megatron_residuals.mcore.stage_io import StageIO, fresh
 from megatron_residuals.mcore.support import check_model
-from megatron_residuals.modules import ResidualState, build_head, open_state
+from megatron_residuals.modules import build_head, open_state
 
 # Called with every new block; how diagnostics attach without the block knowing them.
 observers: list[Callable[[ResidualTransformerBlock], None]] = []
@@ -39,7 +40,7 @@ class ResidualTransformerBlock(TransformerBlock):
     def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
         vp_stage, groups = kwargs.get("vp_stage"), kwargs.get("pg_collection")
         submodules = block_submodules(spec, config, vp_stage, groups)
-        check_model(config, submodules.layer_specs)
+        check_model(config, submodules.layer_specs, submodules.residual)
         super().__init__(config, submodules, *args, **kwargs)
         self.residual = submodules.residual
         self._build_residual(submodules)
@@ -53,6 +54,14 @@ class ResidualTransformerBlock(TransformerBlock):
         stage = route.plan.layout.stage(pp_group.rank(), self.vp_stage or 0)
         self.stage_io = StageIO(route, stage)
         self._check_layers()
+        self.runner = StageRunner(
+            submodules.residual,
+            self.config,
+            route.plan.depth,
+            self.stage_io.sublayers,
+            self.layers,
+            self.tp_group,
+        )
         self.residual_head = None
         if self.stage_io.closes:
             self.residual_head = build_head(
@@ -134,9 +143,7 @@ class ResidualTransformerBlock(TransformerBlock):
             state = open_state(self.residual, hidden)
         else:
             return hidden
-        for layer in self.layers:
-            with layer_quantization_context(self.config, layer.layer_number - 1):
-                state: ResidualState = layer(state, **arguments)
+        state = self.runner.run(state, arguments, training=self.training)
         return self.residual_head(state) if io.closes else io.exit(state, visit)
 
     def _rng_context(self) -> Any:

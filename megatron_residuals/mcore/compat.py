@@ -90,6 +90,16 @@ def layer_quantization_context(config: Any, layer_index: int) -> AbstractContext
     return nullcontext()
 
 
+def norms_can_be_discarded() -> bool:
+    """Whether the host's ``CheckpointWithoutOutput()`` works here.
+
+    Without Transformer Engine it takes its own default, ``fp8=False``, for "fp8 is on" and fails.
+    """
+    from megatron.core.tensor_parallel import random
+
+    return random.HAVE_TE or not random.CheckpointWithoutOutput().fp8
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The time-out of a process group, so that groups made beside it share it; None if unknown."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -1,11 +1,14 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The named seams: host symbols that are replaced at run time, and put back.
+"""The named seams: where we come into the host at run time, and out of it again.
 
 Two places of the host are touched. Its GPT model builds its block by name, so the name is given a
 function that builds ours for specs with a residual; its schedules make their communicator by name
 and, when interleaved, ask by name for the order of their passes. Models without a residual run
-through the replaced symbols exactly as before.
+through the seams exactly as before.
+
+A host whose sources carry one of ``patches/`` has a hook of its own for each seam. There we
+register at the hook, and its symbols stay as they are.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from megatron_residuals.mcore.compat import check_host_version, host_version
+
+State: TypeAlias = Literal["stock", "replaced", "native"]
+"""A seam without us; ours in place of a host symbol; ours at the hook of a patched host."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +44,11 @@ def _block_factory(stock: Any) -> Any:
 def _communicator(stock: Any) -> Any:
     from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
 
-    if not issubclass(ResidualP2PCommunicator, stock):
+    if not isinstance(stock, type) or not issubclass(ResidualP2PCommunicator, stock):
+        name = f"{stock.__module__}.{stock.__qualname__}" if isinstance(stock, type) else stock
         raise RuntimeError(
-            f"the schedules' communicator is already {stock.__module__}.{stock.__qualname__}, "
-            "not the host's own; another plugin replaced it, and one of the two has to go"
+            f"the schedules' communicator is already {name}, not the host's own; another plugin "
+            "replaced it, and one of the two has to go"
         )
     return ResidualP2PCommunicator
 
@@ -60,94 +67,117 @@ def _announcing_table(stock: Any) -> Any:
 
 @dataclass(frozen=True)
 class Seam:
-    """One replaced symbol: the module that looks it up, its name there, and its replacement."""
+    """One place where we come in: a module of the host and a name that it looks up there."""
 
     module: str
     name: str
+    """The symbol of a stock host."""
+    hook: str
+    """The name that a host patched with one of ``patches/`` looks up instead."""
     purpose: str
     make: Callable[[Any], Any]
+    """What goes under the name, from what stands there."""
+
+    @property
+    def attribute(self) -> str:
+        """The name that this host looks up.
+
+        Raises:
+            RuntimeError: the host has neither the symbol nor the hook, or does not import.
+        """
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            raise RuntimeError(
+                f"{self.module} of megatron-core {host_version()} cannot be imported: {error}"
+            ) from error
+        for attribute in (self.hook, self.name):
+            if hasattr(module, attribute):
+                return attribute
+        raise RuntimeError(
+            f"{self.module}.{self.name} does not exist in megatron-core {host_version()}; this "
+            "version is not one that megatron_residuals was tested with"
+        )
 
     @property
     def path(self) -> str:
-        """Dotted path of the symbol."""
-        return f"{self.module}.{self.name}"
-
-    def current(self) -> Any:
-        """What the host finds under the name now.
-
-        Raises:
-            RuntimeError: the host has no such symbol.
-        """
+        """Dotted path of the name that this host looks up; of the symbol if there is none."""
         try:
-            return getattr(importlib.import_module(self.module), self.name)
-        except (ImportError, AttributeError):
-            raise RuntimeError(
-                f"{self.path} does not exist in megatron-core {host_version()}; this version is "
-                "not one that megatron_residuals was tested with"
-            ) from None
+            return f"{self.module}.{self.attribute}"
+        except RuntimeError:
+            return f"{self.module}.{self.name}"
 
-    def set(self, value: Any) -> None:
-        """Put something under the name."""
-        setattr(importlib.import_module(self.module), self.name, value)
+    @property
+    def state(self) -> State:
+        """What the host finds there now."""
+        if self not in _former:
+            return "stock"
+        attribute, _ = _former[self]
+        return "native" if attribute == self.hook else "replaced"
 
 
 SEAMS = (
     Seam(
         "megatron.core.models.gpt.gpt_model",
         "TransformerBlock",
+        "transformer_block_factory",
         "builds blocks that carry a residual state",
         _block_factory,
     ),
     Seam(
         "megatron.core.pipeline_parallel.schedules",
         "P2PCommunicator",
+        "p2p_communicator_factory",
         "sends payloads of exact width",
         _communicator,
     ),
     Seam(
         "megatron.core.pipeline_parallel.schedules",
         "get_schedule_table",
+        "schedule_table_factory",
         "tells the communicator the order of an interleaved schedule",
         _announcing_table,
     ),
 )
 
-_stock: dict[str, Any] = {}
+_former: dict[Seam, tuple[str, Any]] = {}  # the name we took, and what stood there before
 
 
 def install() -> None:
-    """Replace the named symbols of the host. Twice is once.
+    """Come in at every seam: through the host's hook where it has one. Twice is once.
 
     Raises:
         RuntimeError: the host's version is outside the tested window, a symbol is missing, or
-            another plugin has taken one.
+            another plugin has taken one. Then nothing has changed.
     """
     check_host_version()
-    replacements = {seam: (seam.current(), seam) for seam in SEAMS if seam.path not in _stock}
-    made = {seam: seam.make(stock) for seam, (stock, _) in replacements.items()}
-    for seam, (stock, _) in replacements.items():
-        _stock[seam.path] = stock
-        seam.set(made[seam])
+    made: dict[Seam, tuple[str, Any, Any]] = {}
+    for seam in SEAMS:
+        if seam not in _former:
+            attribute = seam.attribute
+            former = getattr(importlib.import_module(seam.module), attribute)
+            made[seam] = (attribute, former, seam.make(former))
+    for seam, (attribute, former, ours) in made.items():
+        _former[seam] = (attribute, former)
+        setattr(importlib.import_module(seam.module), attribute, ours)
     if made:
         logger.info("\n%s", report())
 
 
 def uninstall() -> None:
-    """Put every replaced symbol back."""
-    for seam in SEAMS:
-        if seam.path in _stock:
-            seam.set(_stock.pop(seam.path))
+    """Leave every seam as it was before."""
+    for seam, (attribute, former) in _former.items():
+        setattr(importlib.import_module(seam.module), attribute, former)
+    _former.clear()
 
 
 def is_installed() -> bool:
-    """Whether every seam is in place."""
-    return all(seam.path in _stock for seam in SEAMS)
+    """Whether we are in at every seam."""
+    return all(seam in _former for seam in SEAMS)
 
 
 def report() -> str:
     """The seams and their state, one line each."""
     lines = [f"megatron_residuals on megatron-core {host_version()}"]
-    for seam in SEAMS:
-        state = "replaced" if seam.path in _stock else "stock"
-        lines.append(f"  {state:<8}  {seam.path}: {seam.purpose}")
+    lines += [f"  {seam.state:<8}  {seam.path}: {seam.purpose}" for seam in SEAMS]
     return "\n".join(lines)

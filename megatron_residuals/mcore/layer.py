@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import mlp_arguments
 from megatron_residuals.modules import ResidualState, SublayerResidual, build_sublayer_residual
+from megatron_residuals.recompute.steps import Step, plain_step
+
+ATTENTION, MLP = range(2)  # the sublayers of a layer, in order
+SUBLAYERS = 2
 
 
 def bias_dropout(
@@ -59,16 +64,37 @@ class ResidualLayerMixin:
         tag_parameters(self.self_attention_residual, config)
         tag_parameters(self.mlp_residual, config)
 
-    def forward(self, state: ResidualState, **arguments: Any) -> ResidualState:
-        """One layer: the state before attention -> the state after the MLP.
+    def forward(
+        self,
+        state: ResidualState,
+        *,
+        step: Step = plain_step,
+        parts: Sequence[int] = (ATTENTION, MLP),
+        **arguments: Any,
+    ) -> ResidualState:
+        """One layer, or one sublayer of it: the state in front -> the state behind.
 
-        ``arguments`` are the keyword arguments of the host layer besides ``hidden_states``.
+        ``step`` runs a sublayer on the state; ``parts`` says which sublayers; ``arguments`` are the
+        keyword arguments of the host layer besides ``hidden_states``.
         """
-        x, pending = self.self_attention_residual(state)
-        output, _ = self._forward_attention(x, **arguments)
-        state = self.self_attention_residual.write(pending, output)
-        x, pending = self.mlp_residual(state)
-        return self.mlp_residual.write(pending, self._forward_mlp(x, **mlp_arguments(arguments)))
+        if ATTENTION in parts:
+            state = step(
+                self.self_attention_residual,
+                state,
+                lambda x: self._forward_attention(x, **arguments)[0],
+            )
+        if MLP in parts:
+            state = step(
+                self.mlp_residual,
+                state,
+                lambda x: self._forward_mlp(x, **mlp_arguments(arguments)),
+            )
+        return state
+
+    def discard_norms(self) -> None:
+        """Have the host give up the outputs of its norms and recompute them in backward."""
+        self.recompute_input_layernorm = not isinstance(self.input_layernorm, IdentityOp)
+        self.recompute_pre_mlp_layernorm = not isinstance(self.pre_mlp_layernorm, IdentityOp)
 
 
 @functools.cache

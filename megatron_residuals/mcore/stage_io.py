@@ -56,6 +56,11 @@ class StageIO:
         self.closes = self.num_layers > 0 and layers_through == layout.num_layers
         self.sends = (self.receives or self.opens) and not self.closes
 
+    @property
+    def sublayers(self) -> range:
+        """Global indices of the sublayers of this stage."""
+        return range(2 * self.layers_before, 2 * (self.layers_before + self.num_layers))
+
     def begin(self) -> Visit:
         """Start a forward pass of this stage."""
         return Visit(self.route.next_micro_batch(self.stage))
@@ -101,7 +106,7 @@ class StageIO:
         for source in boundary.held:
             sources[source] = self.route.cache.fetch(visit.micro_batch, source)
         visit.source_ids = tuple(sorted(sources))
-        return SourceState(tuple(sources[source] for source in visit.source_ids), partial)
+        return SourceState.of([sources[source] for source in visit.source_ids], partial)
 
     def _exit_sources(self, state: SourceState, visit: Visit) -> Tensor:
         boundary = self._plan.boundary_into(self.stage + 1)

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.compat import norms_can_be_discarded
+
 OFF = (None, False, 0, "none", [], ())
 
 
@@ -56,7 +59,7 @@ REFUSALS = (
     Refusal("use_ring_exchange_p2p", "use point-to-point communication of torch.distributed"),
     Refusal(
         "num_microbatches_with_partial_activation_checkpoints",
-        "partial activation checkpoints need full recompute, which is not supported",
+        "partial activation checkpoints are not supported; use --residual-recompute",
     ),
     Refusal("enable_mhc_connections", "the host's own mHC is on; use one of the two"),
     Refusal("enable_hyper_connections", "the host's own mHC is on; use one of the two"),
@@ -65,12 +68,13 @@ REFUSALS = (
 )
 
 
-def check_model(config: Any, layer_specs: Sequence[Any]) -> None:
+def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfig) -> None:
     """Refuse a model that would run wrong.
 
     Args:
         config: the host's ``TransformerConfig``.
         layer_specs: the specs of the layers of this stage, before they are built.
+        residual: what replaces the residual connection.
 
     Raises:
         ValueError: listing every refused option with its value and what to do.
@@ -80,17 +84,34 @@ def check_model(config: Any, layer_specs: Sequence[Any]) -> None:
         for option, advice in REFUSALS
         if getattr(config, option, None) not in OFF
     ]
-    if config.recompute_granularity == "full":
-        faults.append(
-            "recompute_granularity = 'full': not supported yet; use --recompute-granularity "
-            "selective, or none"
-        )
+    faults.extend(_recompute_faults(config, residual))
     faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
     if faults:
         raise ValueError(
             "this model cannot run with a replaced residual connection:\n"
             + "\n".join(f"  - {fault}" for fault in faults)
         )
+
+
+def _recompute_faults(config: Any, residual: ResidualConfig) -> list[str]:
+    ours, faults = residual.recompute, []
+    if config.recompute_granularity == "full" and ours != "none":
+        faults.append(
+            f"recompute_granularity = 'full' with --residual-recompute {ours}: both would replay "
+            "the same layers; use one of the two"
+        )
+    checkpoints = config.recompute_granularity == "full" or ours.startswith("block")
+    if checkpoints and config.distribute_saved_activations:
+        faults.append(
+            "distribute_saved_activations = True: a source that several layers read cannot be cut; "
+            "drop --distribute-saved-activations"
+        )
+    if residual.recompute_policy in ("mix", "group") and not norms_can_be_discarded():
+        faults.append(
+            f"--residual-recompute {ours}: without Transformer Engine this Megatron's "
+            "CheckpointWithoutOutput, which recomputes the norms, fails; install it or use none"
+        )
+    return faults
 
 
 def _layer_faults(spec: Any) -> list[str]:

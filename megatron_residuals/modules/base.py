@@ -54,6 +54,10 @@ class SublayerResidual(Float32Module, ABC, Generic[StateT, PendingT]):
         """Input of the sublayer x [..., d], and what ``write`` needs besides its output."""
 
     @abstractmethod
+    def reread(self, pending: PendingT) -> Tensor:
+        """What ``read`` returned, computed again from what it left."""
+
+    @abstractmethod
     def write(self, pending: PendingT, output: Tensor) -> StateT:
         """The state after the sublayer returned output [..., d] (no residual inside)."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.functional import read_sources
+from megatron_residuals.kernels import read_sources
 from megatron_residuals.modules.base import Float32Module, ResidualHead, SublayerResidual
 from megatron_residuals.modules.state import SourceState
 
@@ -35,7 +35,7 @@ class DepthQuery(Float32Module):
     def attend(self, state: SourceState) -> Tensor:
         """Weighted sum of the finished sources and the running one -> [..., d]."""
         sources = (*state.sources, state.partial)
-        return read_sources(sources, self.query, self.key_gain, eps=self.eps)
+        return read_sources(sources, self.query, self.key_gain, eps=self.eps, buffers=state.buffers)
 
 
 class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
@@ -62,11 +62,15 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
         """Attention over every finished source and the running one."""
         return self.attend(state), state
 
+    def reread(self, pending: SourceState) -> Tensor:
+        """The same attention again."""
+        return self.attend(pending)
+
     def write(self, pending: SourceState, output: Tensor) -> SourceState:
         """Close the running sum and start the next with the output, or add the output to it."""
         if self.opens_block:
-            return SourceState((*pending.sources, pending.partial), output)
-        return SourceState(pending.sources, pending.partial + output)
+            return pending.closed(pending.partial)._replace(partial=output)
+        return pending._replace(partial=pending.partial + output)
 
 
 class DepthHead(DepthQuery, ResidualHead[SourceState]):

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.functional import (
-    StreamCoefficients,
-    contract_streams,
+from megatron_residuals.functional import StreamCoefficients, contract_streams
+from megatron_residuals.kernels import (
     hc_coefficients,
     mhc_coefficients,
     mhc_head_weights,
@@ -31,9 +30,10 @@ HC_SCALE_INIT = 0.01
 
 
 class PendingWrite(NamedTuple):
-    """What a read leaves for the write: the streams and how to update them."""
+    """What a read leaves for the write: the streams, and how to read and update them."""
 
     streams: Tensor
+    h_pre: Tensor
     h_post: Tensor
     h_res: Tensor
 
@@ -47,12 +47,16 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
 
     def read(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
         """The weighted sum of the streams."""
-        h_pre, h_post, h_res = self.coefficients(state.streams)
-        return read_streams(state.streams, h_pre), PendingWrite(state.streams, h_post, h_res)
+        pending = PendingWrite(state.streams, *self.coefficients(state.streams))
+        return self.reread(pending), pending
+
+    def reread(self, pending: PendingWrite) -> Tensor:
+        """The weighted sum again, with the coefficients of the first time."""
+        return read_streams(pending.streams, pending.h_pre)
 
     def write(self, pending: PendingWrite, output: Tensor) -> StreamState:
         """Streams mixed among themselves, plus the sublayer's output in every stream."""
-        return StreamState(write_streams(*pending, output))
+        return StreamState(write_streams(pending.streams, pending.h_post, pending.h_res, output))
 
 
 class HyperConnection(StreamResidual):

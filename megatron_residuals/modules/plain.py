@@ -17,6 +17,10 @@ class PlainResidual(SublayerResidual[PlainState, PlainState]):
         """The stream itself."""
         return state.hidden, state
 
+    def reread(self, pending: PlainState) -> Tensor:
+        """The stream itself."""
+        return pending.hidden
+
     def write(self, pending: PlainState, output: Tensor) -> PlainState:
         """The stream plus the sublayer's output."""
         return PlainState(pending.hidden + output)

@@ -1,11 +1,15 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The seams of the host: named, idempotent, reversible, loud when the host has changed."""
+"""The seams of the host: named, idempotent, reversible, loud when the host has changed.
+
+Every host is tested in both forms: as it is, and with the hooks that ``patches/`` give its sources
+(set here as attributes; ``test_patches.py`` trains through really patched sources).
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core
@@ -25,31 +29,72 @@ def clean() -> Iterator[None]:
     seams.install()
 
 
+@pytest.fixture
+def add_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[seams.Seam], None]]:
+    """Makes the running host one whose sources are patched."""
+
+    def add(seam: seams.Seam) -> None:
+        module = importlib.import_module(seam.module)
+        assert not hasattr(module, seam.hook)
+        monkeypatch.setattr(module, seam.hook, getattr(module, seam.name), raising=False)
+
+    yield add
+    seams.uninstall()  # before the hooks go
+
+
+@pytest.fixture(params=["replaced", "native"])
+def state(request: pytest.FixtureRequest, add_hook: Callable[[seams.Seam], None]) -> str:
+    """The state of an installed seam, on a host of that form."""
+    for seam in seams.SEAMS if request.param == "native" else ():
+        add_hook(seam)
+    return request.param
+
+
 def symbols() -> dict[str, Any]:
-    return {s.path: getattr(importlib.import_module(s.module), s.name) for s in seams.SEAMS}
+    """What stands under every name of every seam: symbols, and hooks where there are any."""
+    return {
+        f"{seam.module}.{name}": found
+        for seam in seams.SEAMS
+        for name in (seam.name, seam.hook)
+        if (found := getattr(importlib.import_module(seam.module), name, None)) is not None
+    }
 
 
-def test_installing_twice_is_once_and_uninstalling_restores_every_symbol() -> None:
+def test_installing_twice_is_once_and_uninstalling_restores_every_name(state: str) -> None:
     stock = symbols()
     seams.install()
     once = symbols()
     seams.install()
     assert symbols() == once
-    assert all(once[path] is not stock[path] for path in stock)
+    ours = {seam.path for seam in seams.SEAMS}
+    assert {path for path in stock if once[path] is not stock[path]} == ours
+    assert {path.endswith("_factory") for path in ours} == {state == "native"}
     assert seams.is_installed()
     seams.uninstall()
     assert symbols() == stock
     assert not seams.is_installed()
 
 
-def test_the_report_names_every_seam_and_its_state() -> None:
+def test_the_report_names_every_seam_and_its_state(state: str) -> None:
     before = seams.report()
     seams.install()
     after = seams.report()
     for seam in seams.SEAMS:
-        assert f"stock     {seam.path}" in before
-        assert f"replaced  {seam.path}" in after
+        assert seam.state == state
+        assert f"  stock     {seam.path}: " in before
+        assert f"  {state:<8}  {seam.path}: " in after
     assert megatron.core.__version__ in after
+
+
+def test_each_seam_of_a_partly_patched_host_is_taken_in_its_own_way(
+    add_hook: Callable[[seams.Seam], None],
+) -> None:
+    add_hook(seams.SEAMS[0])
+    stock = symbols()
+    seams.install()
+    assert [seam.state for seam in seams.SEAMS] == ["native", "replaced", "replaced"]
+    seams.uninstall()
+    assert symbols() == stock
 
 
 def test_a_stock_model_runs_through_the_installed_seams_unchanged() -> None:
@@ -65,25 +110,32 @@ def test_a_missing_symbol_is_named_with_the_version_and_nothing_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stock = symbols()
-    gone = seams.Seam("megatron.core.pipeline_parallel.schedules", "NoSuchName", "", lambda s: s)
+    module = "megatron.core.pipeline_parallel.schedules"
+    gone = seams.Seam(module, "NoSuchName", "no_such_hook", "", lambda stock: stock)
     monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, gone))
     with pytest.raises(
         RuntimeError, match=r"schedules\.NoSuchName does not exist in megatron-core"
     ):
         seams.install()
+    assert "  stock     megatron.core.pipeline_parallel.schedules.NoSuchName" in seams.report()
     monkeypatch.undo()
     assert symbols() == stock
 
 
-def test_another_plugin_on_the_communicator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.pipeline_parallel import schedules
+class Other:
+    """Another plugin's communicator."""
 
-    class Other:
-        pass
 
-    monkeypatch.setattr(schedules, "P2PCommunicator", Other)
+@pytest.mark.parametrize("other", [Other, lambda pp_group, config: Other()], ids=["class", "maker"])
+def test_another_plugin_on_the_communicator_is_refused(
+    state: str, monkeypatch: pytest.MonkeyPatch, other: Any
+) -> None:
+    seam = seams.SEAMS[1]
+    monkeypatch.setattr(importlib.import_module(seam.module), seam.attribute, other)
+    stock = symbols()
     with pytest.raises(RuntimeError, match="another plugin replaced it"):
         seams.install()
+    assert symbols() == stock
 
 
 def test_a_version_outside_the_window_is_refused_unless_allowed(

@@ -26,6 +26,8 @@ from megatron_residuals.testing.toy_gpt import (
 
 pytestmark = pytest.mark.host
 
+MHC = ResidualConfig("mhc")
+
 
 def layer_specs(**replaced: Any) -> list[ModuleSpec]:
     spec = replace_residual(get_gpt_layer_local_spec(), ResidualConfig("mhc"))
@@ -39,7 +41,7 @@ def test_a_refused_option_is_named_with_its_value_and_what_to_do(refusal: Any) -
     config = transformer_config(ToyGPT())
     setattr(config, refusal.option, "local" if refusal.option == "cuda_graph_impl" else 1)
     with pytest.raises(ValueError) as error:
-        check_model(config, layer_specs())
+        check_model(config, layer_specs(), MHC)
     assert f"{refusal.option} = " in str(error.value)
     assert refusal.advice in str(error.value)
 
@@ -51,7 +53,7 @@ def test_every_fault_is_in_one_message() -> None:
     config.recompute_granularity = "full"
     specs = layer_specs(mlp=IdentityOp, cross_attention=ModuleSpec(module=torch.nn.Identity))
     with pytest.raises(ValueError) as error:
-        check_model(config, specs)
+        check_model(config, specs, MHC)
     for part in ("mtp_num_layers", "cpu_offloading", "'full'", "cross-attention", "no mlp"):
         assert part in str(error.value)
 
@@ -59,7 +61,7 @@ def test_every_fault_is_in_one_message() -> None:
 def test_an_ordinary_model_is_accepted_and_zero_means_off() -> None:
     config = transformer_config(ToyGPT())
     config.mtp_num_layers = 0
-    check_model(config, layer_specs())
+    check_model(config, layer_specs(), MHC)
 
 
 def build(toy: ToyGPT) -> int:

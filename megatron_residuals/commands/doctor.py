@@ -1,0 +1,198 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-residuals doctor`: what is installed, where we would come in, and what would fail."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_residuals._version import __version__
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "wandb")
+OLDEST_TORCH = (2, 6)
+# Parts of names of host options that are residual connections of the host's own.
+NATIVE_RESIDUALS = ("mhc", "hyper_connection", "attention_residual", "attn_res", "wide_residual")
+
+
+@dataclasses.dataclass
+class Findings:
+    """What an examination found; `problems` would stop a training run, `notes` would not."""
+
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    host_path: str | None = None
+    tested_window: str | None = None
+    in_tested_window: bool | None = None
+    megatron_training: bool = False
+    native_residual_options: list[str] = dataclasses.field(default_factory=list)
+    gpus: list[str] = dataclasses.field(default_factory=list)
+    seams: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def register(commands: Subparsers) -> None:
+    """`doctor`: what is installed, and what would stop a training run."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check the installation and the host",
+        description="Print versions, the seams of the host as they would be in a run, and what "
+        "would stop a training run, with what to do about it. Changes nothing. The exit status is "
+        "1 if there is such a problem.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(handler=run_doctor)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Examine and print; 1 if something would stop a training run."""
+    # Megatron warns of every accelerator library that is not there, some of it on stdout.
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        findings = examine()
+    print(json.dumps(dataclasses.asdict(findings), indent=2) if args.json else describe(findings))
+    return int(bool(findings.problems))
+
+
+def examine() -> Findings:
+    """Look at everything; what cannot be looked at becomes a problem, not an exception."""
+    findings = Findings()
+    findings.versions = {"python": platform.python_version(), "megatron-residuals": __version__}
+    for package in PACKAGES:
+        findings.versions[package] = _installed_version(package)
+    if _import("torch", findings, "install it: pip install 'torch>=2.6'") is None:
+        return findings
+    _examine_torch(findings)
+    advice = "install a supported release: pip install 'megatron-core>=0.16.1,<0.20'"
+    if findings.versions["megatron-core"] is not None:
+        advice = "see that its requirements are installed, in matching versions: pip check"
+    host = _import("megatron.core", findings, advice)
+    if host is not None:
+        findings.versions["megatron-core"] = host.__version__
+        findings.host_path = str(Path(host.__file__).parent)
+        _examine_host(findings)
+        _examine_training(findings)
+    return findings
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import(name: str, findings: Findings, advice: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a half-installed library raises anything
+        findings.problems.append(f"{name} cannot be imported ({_first_line(error)}); {advice}")
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _examine_torch(findings: Findings) -> None:
+    import torch
+
+    findings.versions["torch"] = torch.__version__
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < OLDEST_TORCH:
+        findings.problems.append(
+            f"torch {torch.__version__} is too old; update it: pip install 'torch>=2.6'"
+        )
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        findings.gpus = [torch.cuda.get_device_name(index) for index in range(count)]
+    else:
+        findings.notes.append(
+            "no GPU is visible here; run where there is one, or on the CPU with "
+            "`python -m megatron_residuals.run --cpu-host`"
+        )
+
+
+def _examine_host(findings: Findings) -> None:
+    """The window of versions, the seams, and residual options of the host's own."""
+    advice = "see that the requirements of megatron-core are installed: pip check"
+    compat = _import("megatron_residuals.mcore.compat", findings, advice)
+    seams = compat and _import("megatron_residuals.mcore.install", findings, advice)
+    if not seams:
+        return
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    oldest, newest = compat.OLDEST_HOST, compat.NEWEST_HOST
+    findings.tested_window = f"[{oldest}, {newest})"
+    findings.in_tested_window = oldest <= compat.host_version() < newest
+    findings.native_residual_options = [
+        field.name
+        for field in dataclasses.fields(TransformerConfig)
+        if any(part in field.name for part in NATIVE_RESIDUALS)
+    ]
+    was_installed = seams.is_installed()
+    try:
+        seams.install()
+    except (Exception, SystemExit) as error:
+        findings.problems.append(str(error))
+    findings.seams = [
+        {"state": seam.state, "path": seam.path, "purpose": seam.purpose} for seam in seams.SEAMS
+    ]
+    if not was_installed:
+        seams.uninstall()
+
+
+def _examine_training(findings: Findings) -> None:
+    if importlib.util.find_spec("megatron.training") is None:
+        findings.notes.append(
+            "this megatron-core has no megatron.training, which Megatron's own scripts need; "
+            "wheels from 0.17 on have it, for 0.16 put a Megatron-LM tree on PYTHONPATH"
+        )
+        return
+    advice = "install what it asks for: pip install 'megatron-residuals[demo]'"
+    findings.megatron_training = _import("megatron.training", findings, advice) is not None
+    makefile = Path(findings.host_path or "", "datasets", "Makefile")
+    if findings.megatron_training and not makefile.exists():
+        # Wheels carry the helpers compiled, but their start-up code runs `make` all the same.
+        fault = f"megatron.training runs `make` when it starts, and {makefile} does not exist"
+        if findings.gpus:
+            findings.problems.append(f"{fault}; give it one: printf 'all:\\n' > {makefile}")
+        else:
+            findings.notes.append(f"{fault}; --cpu-host leaves that step out")
+
+
+def describe(findings: Findings) -> str:
+    """The findings as text."""
+    tested = {True: "inside", False: "outside", None: "not compared with"}
+    window = f"{tested[findings.in_tested_window]} the tested window {findings.tested_window or ''}"
+    lines = ["versions"]
+    lines += [f"  {name:<20}{text or 'not installed'}" for name, text in findings.versions.items()]
+    lines += ["host"]
+    if findings.host_path is not None:
+        lines += [
+            f"  {'path':<20}{findings.host_path}",
+            f"  {'version':<20}{window.rstrip()}",
+            f"  {'megatron.training':<20}{'importable' if findings.megatron_training else 'no'}",
+            f"  {'own residuals':<20}{', '.join(findings.native_residual_options) or 'none'}",
+        ]
+    lines += [f"  {'GPUs':<20}{', '.join(findings.gpus) or 'none visible'}"]
+    lines += ["seams, as they would be in a run"]
+    lines += [f"  {seam['state']:<10}{seam['path']}: {seam['purpose']}" for seam in findings.seams]
+    lines += [] if findings.seams else ["  not examined"]
+    for heading, texts in (("notes", findings.notes), ("problems", findings.problems)):
+        lines += [heading, *(f"  - {text}" for text in texts or ["none"])]
+    return "\n".join(lines)

@@ -1,0 +1,28 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The mathematics of ``functional`` as it is trained: same names and signatures, lean autograd.
+
+What autograd keeps for backward is references to tensors that exist anyway (streams, sources, the
+output of a sublayer) and a few float32 numbers per token; the rest is worked out again.
+"""
+
+from megatron_residuals.kernels.depth_attention import read_sources
+from megatron_residuals.kernels.gradient_buffer import GradientBuffer, buffered
+from megatron_residuals.kernels.streams import (
+    hc_coefficients,
+    mhc_coefficients,
+    mhc_head_weights,
+    read_streams,
+    write_streams,
+)
+
+__all__ = [
+    "GradientBuffer",
+    "buffered",
+    "hc_coefficients",
+    "mhc_coefficients",
+    "mhc_head_weights",
+    "read_sources",
+    "read_streams",
+    "write_streams",
+]

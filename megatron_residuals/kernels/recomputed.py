@@ -1,0 +1,40 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A pure function of which autograd keeps the inputs and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Recomputed(torch.autograd.Function):
+    """Runs the function again in backward; for functions that cost little and keep much."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Any], *tensors: Tensor) -> Any:
+        """The function's value."""
+        ctx.fn = fn
+        ctx.save_for_backward(*tensors)
+        return fn(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs through a second run."""
+        inputs = [
+            tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        ]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        with torch.enable_grad():
+            values = ctx.fn(*inputs)
+        found = iter(torch.autograd.grad(values, wanted, gradients, allow_unused=True))
+        return None, *[next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def recomputed(fn: Callable[..., Any], *tensors: Tensor) -> Any:
+    """``fn(*tensors)``: a tensor or a tuple of tensors, none of them an input or a view of one."""
+    return _Recomputed.apply(fn, *tensors)

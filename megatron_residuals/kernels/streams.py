@@ -1,0 +1,138 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reading, writing and weighing residual streams with lean autograd."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_residuals.functional import streams as reference
+from megatron_residuals.functional.precision import wide, without_autocast
+from megatron_residuals.functional.streams import StreamCoefficients
+from megatron_residuals.kernels.recomputed import recomputed
+
+
+def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
+    """``functional.read_streams``; keeps references to both inputs."""
+    return _ReadStreams.apply(streams, h_pre)
+
+
+def write_streams(streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor) -> Tensor:
+    """``functional.write_streams``; keeps references to its inputs."""
+    return _WriteStreams.apply(streams, h_post, h_res, output)
+
+
+def mhc_coefficients(
+    streams: Tensor,
+    mapping: Tensor,
+    bias: Tensor,
+    alpha: Tensor,
+    *,
+    convention: str,
+    iterations: int,
+    eps: float,
+) -> StreamCoefficients:
+    """``functional.mhc_coefficients``; keeps a reference to the streams, and the logits.
+
+    The Sinkhorn iterates are worked out again in backward and differentiated exactly.
+    """
+    logits = recomputed(
+        functools.partial(reference.mhc_logits, eps=eps), streams, mapping, bias, alpha
+    )
+    activate = functools.partial(
+        reference.mhc_activations,
+        num_streams=streams.shape[-2],
+        convention=convention,
+        iterations=iterations,
+        eps=eps,
+    )
+    return StreamCoefficients(*recomputed(activate, logits))
+
+
+def mhc_head_weights(
+    streams: Tensor, mapping: Tensor, bias: Tensor, scale: Tensor, *, eps: float
+) -> Tensor:
+    """``functional.mhc_head_weights``; keeps a reference to the streams."""
+    return recomputed(
+        functools.partial(reference.mhc_head_weights, eps=eps), streams, mapping, bias, scale
+    )
+
+
+def hc_coefficients(
+    streams: Tensor,
+    static: StreamCoefficients,
+    mapping: Tensor | None,
+    scale: Tensor | None,
+    *,
+    norm: str,
+    eps: float,
+) -> StreamCoefficients:
+    """``functional.hc_coefficients``; keeps a reference to the streams."""
+    if mapping is None or scale is None:
+        return reference.hc_coefficients(streams, static, mapping, scale, norm=norm, eps=eps)
+
+    def compute(streams: Tensor, mapping: Tensor, scale: Tensor, *static: Tensor) -> Any:
+        return tuple(
+            reference.hc_coefficients(
+                streams, StreamCoefficients(*static), mapping, scale, norm=norm, eps=eps
+            )
+        )
+
+    return StreamCoefficients(*recomputed(compute, streams, mapping, scale, *static))
+
+
+class _ReadStreams(torch.autograd.Function):
+    """x = sum_n h_pre[n] streams[n];  dstreams[n] = h_pre[n] g,  dh_pre[n] = <g, streams[n]>."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, h_pre: Tensor) -> Tensor:
+        """The weighted sum."""
+        ctx.save_for_backward(streams, h_pre)
+        return reference.read_streams(streams, h_pre)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the streams and of the weights."""
+        streams, h_pre = ctx.saved_tensors
+        dtype = torch.promote_types(h_pre.dtype, wide(streams).dtype)
+        gradient = gradient.to(dtype)
+        with without_autocast(streams):
+            d_streams = h_pre.to(dtype).unsqueeze(-1) * gradient.unsqueeze(-2)
+            d_pre = torch.einsum("...d,...nd->...n", gradient, streams.to(dtype))
+        return d_streams.to(streams.dtype), d_pre.to(h_pre.dtype)
+
+
+class _WriteStreams(torch.autograd.Function):
+    """streams'[j] = sum_i h_res[j, i] streams[i] + h_post[j] y.
+
+    dstreams[i] = sum_j h_res[j, i] g[j]       dh_res[j, i] = <g[j], streams[i]>
+    dy          = sum_j h_post[j] g[j]         dh_post[j]   = <g[j], y>
+    """
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor) -> Tensor:
+        """The streams after the write."""
+        ctx.save_for_backward(streams, h_post, h_res, output)
+        return reference.write_streams(streams, h_post, h_res, output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of the streams, the two coefficients and the sublayer's output."""
+        streams, h_post, h_res, output = ctx.saved_tensors
+        dtype = torch.promote_types(h_res.dtype, wide(streams).dtype)
+        gradient, post, res = gradient.to(dtype), h_post.to(dtype), h_res.to(dtype)
+        with without_autocast(streams):
+            d_streams = torch.einsum("...ji,...jd->...id", res, gradient)
+            d_res = torch.einsum("...jd,...id->...ji", gradient, streams.to(dtype))
+            d_output = torch.einsum("...j,...jd->...d", post, gradient)
+            d_post = torch.einsum("...jd,...d->...j", gradient, output.to(dtype))
+        return (
+            d_streams.to(streams.dtype),
+            d_post.to(h_post.dtype),
+            d_res.to(h_res.dtype),
+            d_output.to(output.dtype),
+        )

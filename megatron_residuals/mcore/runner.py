@@ -1,0 +1,152 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the layers of a stage on a residual state, with checkpoints where the policy puts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.depth import DepthMap
+from megatron_residuals.mcore.compat import layer_quantization_context
+from megatron_residuals.mcore.layer import SUBLAYERS
+from megatron_residuals.modules import ResidualState, SourceState
+from megatron_residuals.recompute.segments import (
+    Segment,
+    block_segments,
+    group_length,
+    layer_ranges,
+)
+from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
+
+
+def stage_segments(
+    residual: ResidualConfig, config: Any, depth: DepthMap | None, sublayers: range
+) -> list[Segment]:
+    """How a stage's sublayers are cut: by our policy, or by the host's full recompute."""
+    if len(sublayers) == 0:
+        return []
+    if depth is not None and residual.recompute_policy in ("block", "block+layer"):
+        by_layer = residual.recompute_policy == "block+layer"
+        return block_segments(depth, sublayers, by_layer=by_layer)
+    if config.recompute_granularity != "full":
+        return [Segment(sublayers, False)]
+    count = config.recompute_num_layers
+    if config.recompute_method == "uniform":
+        return [Segment(part, True) for part in layer_ranges(sublayers, SUBLAYERS, count)]
+    layers = layer_ranges(sublayers, SUBLAYERS)
+    return [Segment(part, index < count) for index, part in enumerate(layers)]
+
+
+class StageRunner:
+    """The loop over the sublayers of one stage.
+
+    Attributes:
+        segments: how they are cut for recomputation.
+        group_length: sublayers for which streams are kept once, under the ``group`` policy.
+    """
+
+    def __init__(
+        self,
+        residual: ResidualConfig,
+        config: Any,
+        depth: DepthMap | None,
+        sublayers: range,
+        layers: Sequence[Any],
+        tp_group: torch.distributed.ProcessGroup,
+    ) -> None:
+        self._residual, self._config, self._depth = residual, config, depth
+        self._sublayers, self._layers, self._tp_group = sublayers, layers, tp_group
+        self.segments = stage_segments(residual, config, depth, sublayers)
+        self.group_length: int | None = None
+        if residual.recompute_policy == "group":
+            chosen = group_length(residual.streams, len(sublayers))
+            self.group_length = residual.group_length or chosen
+        if residual.recompute_policy in ("mix", "group"):
+            for layer in layers:
+                layer.discard_norms()
+
+    def run(self, state: Any, arguments: dict[str, Any], *, training: bool) -> Any:
+        """The state behind the last sublayer of the stage."""
+        step = self._step()
+        for segment in self.segments:
+            if segment.checkpoint and training and torch.is_grad_enabled():
+                state = self._checkpoint(state, segment.sublayers, segment.inner, arguments)
+            else:
+                state = self._run(state, segment.sublayers, arguments, step)
+        return state
+
+    def _step(self) -> Step:
+        if self.group_length is not None:
+            return GroupStep(self.group_length, len(self._sublayers))
+        return MixStep() if self._residual.recompute_policy == "mix" else plain_step
+
+    def _run(
+        self, state: ResidualState, sublayers: range, arguments: dict[str, Any], step: Step
+    ) -> ResidualState:
+        for layer, parts in self._layers_of(sublayers):
+            with layer_quantization_context(self._config, layer.layer_number - 1):
+                state = layer(state, step=step, parts=parts, **arguments)
+        return state
+
+    def _layers_of(self, sublayers: range) -> Iterator[tuple[Any, list[int]]]:
+        first_layer = self._sublayers.start // SUBLAYERS
+        for part in layer_ranges(sublayers, SUBLAYERS):
+            layer = self._layers[part.start // SUBLAYERS - first_layer]
+            yield layer, [sublayer % SUBLAYERS for sublayer in part]
+
+    def _checkpoint(
+        self, state: Any, sublayers: range, inner: tuple[range, ...], arguments: dict[str, Any]
+    ) -> ResidualState:
+        """The state behind some sublayers of which only the state in front is kept."""
+
+        def run(state: ResidualState) -> ResidualState:
+            if not inner:
+                return self._run(state, sublayers, arguments, plain_step)
+            for part in inner:
+                state = self._checkpoint(state, part, (), arguments)
+            return state
+
+        if isinstance(state, SourceState):
+            return self._checkpoint_sources(state, sublayers, run)
+        kind = type(state)
+        return kind(self._call(lambda tensor: run(kind(tensor))[0], state[0]))
+
+    def _checkpoint_sources(
+        self,
+        state: SourceState,
+        sublayers: range,
+        run: Callable[[ResidualState], ResidualState],
+    ) -> SourceState:
+        """Sources pass around the checkpoint by reference; inside, their list grows anew each time.
+
+        A source that the first sublayer closes is the running sum in front of it: the outer state
+        takes that tensor itself. Only sources closed further inside come out of the run.
+        """
+        opens_here = self._depth.opens_block(sublayers.start)
+        known = len(state.sources) + opens_here
+
+        def inside(partial: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
+            after = run(SourceState.of(sources, partial))
+            return after.partial, *after.sources[known:]
+
+        partial, *closed = self._call(inside, state.partial, *state.sources)
+        for source in (state.partial, *closed) if opens_here else closed:
+            state = state.closed(source)
+        return state._replace(partial=partial)
+
+    def _call(self, fn: Callable[..., Any], first: Tensor, *others: Tensor) -> Any:
+        if not any(tensor.requires_grad for tensor in (first, *others)):
+            # nothing in front trains; without this, nothing inside would get a gradient either
+            first = first.detach().requires_grad_()
+        if self._config.fp8 or getattr(self._config, "fp4", None):
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            tracker = tensor_parallel.random.get_cuda_rng_tracker
+            return te_checkpoint(fn, False, tracker, self._tp_group, first, *others)
+        return tensor_parallel.checkpoint(fn, False, first, *others)

@@ -1,0 +1,178 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts what autograd keeps on every pipeline rank under every recompute policy.
+
+    plan = MemoryPlan(layout, ResidualConfig("block_attnres", block_layers=4), sizes, 16)
+    plan.predict("block").worst.peak_bytes
+
+Everything is counted in storages (`planner.storages`): those of a rank are the union of what its
+stages keep for the micro-batches between their forward and backward, in the order of the schedule.
+Weights, gradients, optimizer and what a kernel needs while it runs are not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_residuals.config import RECOMPUTE, ResidualConfig
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.plan import TransferPlan
+from megatron_residuals.planner.schedule import schedule
+from megatron_residuals.planner.sizes import ModelSizes
+from megatron_residuals.planner.storages import OUTSIDE, PARTS, StageStorages
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one pipeline rank.
+
+    Attributes:
+        kept_bytes: by the layers, for one micro-batch, all its stages together.
+        kept_parts: the same by part, and beside it ``outside_layers``, which is not in `kept_bytes`:
+            indices, final norm, logits; the same under every policy.
+        transient_bytes: what the largest replay of a backward holds besides.
+        in_flight: most passes between forward and backward at a time, each one stage.
+        peak_bytes: most at any moment of a step: all in flight, outside parts and replays included.
+    """
+
+    rank: int
+    kept_bytes: int
+    kept_parts: dict[str, int]
+    transient_bytes: int
+    in_flight: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One policy on every rank."""
+
+    policy: str
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank with the highest peak, the first of equals."""
+        return max(self.ranks, key=lambda memory: (memory.peak_bytes, -memory.rank))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A model, its pipeline and a step of ``num_microbatches``."""
+
+    layout: StageLayout
+    residual: ResidualConfig
+    sizes: ModelSizes
+    num_microbatches: int = 1
+    group_size: int | None = None
+
+    @cached_property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that the mechanism knows, least extra work first."""
+        known = [name for name, mechanisms in RECOMPUTE.items()]
+        return tuple(name for name in known if self.residual.mechanism in RECOMPUTE[name])
+
+    def predict(self, policy: str | None = None) -> Prediction:
+        """The configured policy, or another.
+
+        Raises:
+            ValueError: the mechanism does not know the policy.
+        """
+        residual = self.residual
+        if policy is not None:
+            residual = dataclasses.replace(residual, recompute=policy)
+        return self._predict(residual.recompute, residual, stock_full=False)
+
+    @cached_property
+    def stock(self) -> Prediction:
+        """The stock model, nothing recomputed."""
+        return self._predict("stock", ResidualConfig(), stock_full=False)
+
+    @cached_property
+    def stock_full(self) -> Prediction:
+        """The stock model under the host's full/uniform/1 recompute."""
+        return self._predict("stock full/uniform/1", ResidualConfig(), stock_full=True)
+
+    def cheapest(self, budget_bytes: int) -> Prediction | None:
+        """The policy with the least extra work whose peak fits on every rank; None if none does."""
+        for policy in self.policies:
+            prediction = self.predict(policy)
+            if prediction.worst.peak_bytes <= budget_bytes:
+                return prediction
+        return None
+
+    def transfer_plan(self, residual: ResidualConfig) -> TransferPlan:
+        """What crosses the stages of this layout."""
+        depth = residual.depth_map(self.layout.num_layers)
+        if depth is not None:
+            return TransferPlan.for_sources(self.layout, depth, residual.transport)
+        streams = residual.streams if residual.is_streams else 1
+        return TransferPlan.for_streams(self.layout, streams)
+
+    def _predict(self, name: str, residual: ResidualConfig, *, stock_full: bool) -> Prediction:
+        plan = self.transfer_plan(residual)
+        stages = [
+            StageStorages(plan, residual, self.sizes, g, stock_full)
+            for g in range(self.layout.num_stages)
+        ]
+        ranks = range(self.layout.num_ranks)
+        return Prediction(name, tuple(self._rank(rank, stages) for rank in ranks))
+
+    def _rank(self, rank: int, stages: list[StageStorages]) -> RankMemory:
+        ranks = self.layout.num_ranks
+        kept = {s.name: s for stage in stages[rank::ranks] for s in stage.kept()}
+        parts = {part: sum(s.bytes for s in kept.values() if s.part == part) for part in PARTS}
+        walk = _Walk(stages)
+        for step in schedule(self.layout, rank, self.num_microbatches, self.group_size):
+            walk.run(*step)
+        return RankMemory(
+            rank=rank,
+            kept_bytes=sum(parts.values()) - parts[OUTSIDE],
+            kept_parts=parts,
+            transient_bytes=max((max(s.replays(), default=0) for s in stages[rank::ranks])),
+            in_flight=walk.most_in_flight,
+            peak_bytes=walk.peak_bytes,
+        )
+
+
+class _Walk:
+    """Goes through a step of one rank and notes the peak."""
+
+    def __init__(self, stages: list[StageStorages]) -> None:
+        self._stages = stages
+        self._in_flight: dict[int, frozenset[int]] = {}  # micro-batch -> stages
+        self._bytes: dict[frozenset[int], int] = {}
+        self._replays: dict[int, int] = {}
+        self.peak_bytes = self.most_in_flight = 0
+
+    def run(self, forward: bool, micro_batch: int, stage: int) -> None:
+        """One pass; storages live from the end of the forward to that of the backward."""
+        before = self._in_flight.get(micro_batch, frozenset())
+        if forward:
+            self._in_flight[micro_batch] = before | {stage}
+            in_flight = sum(map(len, self._in_flight.values()))
+            self.most_in_flight = max(self.most_in_flight, in_flight)
+            self._note(0)
+        else:
+            self._note(self._replay(stage))
+            self._in_flight[micro_batch] = before - {stage}
+
+    def _note(self, extra: int) -> None:
+        kept = sum(self._union(stages) for stages in self._in_flight.values() if stages)
+        self.peak_bytes = max(self.peak_bytes, kept + extra)
+
+    def _union(self, stages: frozenset[int]) -> int:
+        if stages not in self._bytes:
+            kept = {s.name: s.bytes for g in stages for s in self._stages[g].kept()}
+            self._bytes[stages] = sum(kept.values())
+        return self._bytes[stages]
+
+    def _replay(self, stage: int) -> int:
+        """The largest replay, when what lies behind the last layer has gone."""
+        if stage not in self._replays:
+            storages = self._stages[stage]
+            gone = sum(storage.bytes for storage in storages.behind())
+            self._replays[stage] = max(storages.replays(), default=0) - gone
+        return self._replays[stage]

@@ -1,0 +1,141 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a model on one rank, and what the host's own sublayers keep for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_residuals.depth import count_faults, raise_faults
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the bytes of activations depend on; the whole model's sizes, and how they are split.
+
+    Attributes:
+        query_groups: of grouped-query attention; None: as many as heads.
+        gated: whether the MLP is gated (SwiGLU, GeGLU), so that its first projection is doubled.
+        rope: whether rotary positions are applied to queries and keys.
+        vocab_size: 0 leaves the logits out of account.
+        element_bytes: of activations; what is computed in float32 or wider has `wide_bytes`.
+        logit_bytes: what the loss keeps for each logit. The host's keeps float32.
+        host_layer_bytes: of one layer's attention and MLP on one rank, for layers that are not the
+            host's local ones; None: as `host_layer_bytes` says.
+
+    Raises:
+        ValueError: a size is out of range, or ranks do not divide what is split over them (all
+            faults in one message).
+    """
+
+    seq_length: int
+    micro_batch_size: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    query_groups: int | None = None
+    gated: bool = False
+    rope: bool = True
+    vocab_size: int = 0
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    element_bytes: int = 2
+    logit_bytes: int = 4
+    host_layer_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("seq_length", "micro_batch_size", "hidden_size", "ffn_hidden_size", "num_heads")
+        faults = count_faults(
+            1, **{name: getattr(self, name) for name in (*counts, "groups", "tp", "cp")}
+        )
+        faults += count_faults(0, vocab_size=self.vocab_size)
+        if not faults:
+            faults = self._split_faults()
+        raise_faults("sizes", faults)
+
+    def _split_faults(self) -> list[str]:
+        parts = self.cp * (self.tp if self.sequence_parallel else 1)
+        checks = (
+            ("hidden_size", self.hidden_size, "heads", self.num_heads),
+            ("num_heads", self.num_heads, "query groups", self.groups),
+            ("num_heads", self.num_heads, "tensor-parallel ranks", self.tp),
+            ("ffn_hidden_size", self.ffn_hidden_size, "tensor-parallel ranks", self.tp),
+            ("seq_length", self.seq_length, "ranks (cp, and tp with sequence parallelism)", parts),
+        )
+        return [
+            f"{name} {size} does not divide over {count} {what}; use a multiple of {count}."
+            for name, size, what, count in checks
+            if size % count
+        ]
+
+    @property
+    def groups(self) -> int:
+        """Groups of keys and values; as many as heads without grouping."""
+        return self.num_heads if self.query_groups is None else self.query_groups
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of an element computed in float32, or in float64 where activations are."""
+        return max(self.element_bytes, 4)
+
+    @property
+    def region_tokens(self) -> int:
+        """Tokens of a micro-batch inside attention and MLP, on one rank."""
+        return self.seq_length // self.cp * self.micro_batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on the residual path and in the norms, on one rank."""
+        return self.region_tokens // (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def row_bytes(self) -> int:
+        """One `[s, b, h]` tensor of the residual path on one rank."""
+        return self.tokens * self.hidden_size * self.element_bytes
+
+
+@dataclass(frozen=True)
+class HostLayerBytes:
+    """What autograd keeps inside one attention and one MLP, their inputs apart."""
+
+    attention: int
+    mlp: int
+
+
+def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
+    """Bytes on one rank, one micro-batch, of the host's *local* layer with unfused operations.
+
+    With q = tokens x heads/tp x head size, in elements:
+
+        attention   context q, and
+                      equal heads, rotary     rotated queries q, keys q; the projection 3q, of which
+                                              the values are a view
+                      equal heads, no rotary  the projection 3q
+                      grouped                 queries q, repeated keys q and values q
+                    cos and sin of queries and of keys: 4 x sequence x head size
+                    probabilities b x heads/tp x s x s, in 16-bit models once more in float32
+        MLP         plain   2 x tokens x ffn/tp: argument and value of the activation
+                    gated   5 x tokens x ffn/tp: both halves, silu, the other factor, the product
+
+    The input of each (the norm's output) belongs to the residual path. Assumes no dropout, softmax
+    in float32 for 16-bit models, no fused kernels, no bias after the output projections that would
+    be kept (the host keeps none). Layers of Transformer Engine keep other things; measure one, and
+    give its bytes as ``ModelSizes.host_layer_bytes``.
+    """
+    if sizes.host_layer_bytes is not None:
+        return HostLayerBytes(sizes.host_layer_bytes, 0)
+    element, tokens = sizes.element_bytes, sizes.region_tokens
+    heads, sequence = sizes.num_heads // sizes.tp, sizes.seq_length // sizes.cp
+    head_size = sizes.hidden_size // sizes.num_heads
+    queries = tokens * heads * head_size
+    grouped = sizes.groups < sizes.num_heads
+    projected = 3 * queries if grouped or not sizes.rope else 5 * queries
+    angles = 4 * sequence * head_size if sizes.rope else 0
+    scores = sizes.micro_batch_size * heads * sequence * sizes.seq_length
+    softmax = scores * (element if element >= 4 else element + 4)
+    ffn = tokens * sizes.ffn_hidden_size // sizes.tp
+    return HostLayerBytes(
+        attention=(queries + projected + angles) * element + softmax,
+        mlp=(5 if sizes.gated else 2) * ffn * element,
+    )

@@ -1,0 +1,161 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the bytes that autograd keeps between a forward and its backward.
+
+    with RetainedBytes() as retained:
+        loss = model(batch)
+        print(retained.measure(exclude=model.parameters()).bytes)
+        loss.backward()
+        assert retained.measure(exclude=model.parameters()).bytes == 0
+
+Every tensor that an operation saves, built in or of a ``torch.autograd.Function``, passes through
+``saved_tensors_hooks``. It goes on living in a holder, and holders are watched weakly: one that
+autograd has dropped is no longer counted, one whose storage was emptied counts nothing.
+
+What it cannot see: tensors kept for backward outside of autograd (attributes of a ``ctx``,
+closures, the arguments of ``torch.utils.checkpoint`` without reentrance). `reachable_bytes` finds
+those, together with everything else that is alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What is kept at one moment, each storage once.
+
+    Attributes:
+        bytes: size of the storages.
+        num_storages: storages that are not empty.
+        by_shape: bytes by shape and dtype of the largest tensor seen on a storage.
+    """
+
+    bytes: int
+    num_storages: int
+    by_shape: dict[Shape, int]
+
+    def __str__(self) -> str:
+        """The shapes, the largest first, one line each."""
+        lines = [f"{self.bytes} bytes in {self.num_storages} storages"]
+        for (shape, dtype), size in sorted(self.by_shape.items(), key=lambda item: -item[1]):
+            lines.append(f"  {size:>12}  {list(shape)} {str(dtype).removeprefix('torch.')}")
+        return "\n".join(lines)
+
+
+class _Saved:
+    """The holder of one saved tensor; it lives as long as autograd may ask for the tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Without its history: an operation that saves its own output would keep itself alive.
+        self.tensor = tensor.detach()
+
+
+class RetainedBytes:
+    """Watches, for the length of a ``with`` block, what this thread's operations save.
+
+    Nested replays are seen like everything else, and so is a backward on another thread that the
+    autograd engine runs for this one. Inside other saved-tensor hooks, those apply instead.
+
+    Attributes:
+        peak: the largest number of bytes of any `sample`.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RetainedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooks.__exit__(kind, error, trace)
+
+    def measure(self, exclude: Iterable[Tensor] = ()) -> Retained:
+        """What is kept now, except for storages that one of the ``exclude`` tensors uses."""
+        return _count((saved.tensor for saved in list(self._saved)), exclude)
+
+    def sample(self, exclude: Iterable[Tensor] = ()) -> int:
+        """Bytes kept now, which also count for the `peak`."""
+        now = self.measure(exclude).bytes
+        self.peak = max(self.peak, now)
+        return now
+
+    def sample_after(
+        self, *modules: torch.nn.Module, exclude: Iterable[Tensor] = ()
+    ) -> RetainedBytes:
+        """From now on take a sample whenever the forward of one of the modules has ended.
+
+        In a replay too: give the layers to see the transient of a backward.
+        """
+        excluded = list(exclude)
+
+        def hook(module: torch.nn.Module, inputs: object, output: object) -> None:
+            self.sample(excluded)
+
+        self._handles += [module.register_forward_hook(hook) for module in modules]
+        return self
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._saved.add(saved)
+        return saved
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    return saved.tensor
+
+
+def reachable_bytes(exclude: Iterable[Tensor] = ()) -> Retained:
+    """Every tensor that Python can reach, kept for backward or not; slow.
+
+    Tensors saved by built-in operations live outside of Python, unless a `RetainedBytes` watches.
+    """
+    gc.collect()
+    # type, not isinstance: that would wake up lazy objects of other libraries
+    return _count((each for each in gc.get_objects() if issubclass(type(each), Tensor)), exclude)
+
+
+def _count(tensors: Iterable[Tensor], exclude: Iterable[Tensor]) -> Retained:
+    excluded = {_storage(tensor) for tensor in exclude}
+    largest: dict[int, Tensor] = {}
+    for tensor in tensors:
+        key = _storage(tensor)
+        if key in excluded or tensor.untyped_storage().nbytes() == 0:
+            continue
+        if key not in largest or tensor.numel() > largest[key].numel():
+            largest[key] = tensor
+    by_shape: dict[Shape, int] = {}
+    for tensor in largest.values():
+        shape = (tuple(tensor.shape), tensor.dtype)
+        by_shape[shape] = by_shape.get(shape, 0) + tensor.untyped_storage().nbytes()
+    return Retained(sum(by_shape.values()), len(largest), by_shape)
+
+
+def _storage(tensor: Tensor) -> int:
+    # the storage object, not its memory: an emptied storage has no address
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,128 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""How one sublayer is run: everything kept, or its input and the streams given up and replayed.
+
+A step is called for every sublayer of a stage in order, with the residual module, the state and the
+bare sublayer F. Giving up a tensor means emptying its storage once its consumers have run; the
+tensor objects, and what autograd saved of them, stay. A hook on the gradient of a later tensor
+fills the storages again, in the order in which they were computed, before one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_residuals.modules import ResidualState, StreamState, SublayerResidual
+
+Sublayer = Callable[[Tensor], Tensor]
+
+
+class Step(Protocol):
+    """Runs one sublayer on a state."""
+
+    def __call__(
+        self, residual: SublayerResidual[Any, Any], state: Any, sublayer: Sublayer
+    ) -> ResidualState:
+        """The state after the sublayer."""
+
+
+def plain_step(
+    residual: SublayerResidual[Any, Any], state: Any, sublayer: Sublayer
+) -> ResidualState:
+    """Read, run, write; autograd keeps what it wants."""
+    x, pending = residual(state)
+    return residual.write(pending, sublayer(x))
+
+
+class Replay:
+    """Tensors whose memory is given up, and how to compute them again."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def remember(self, tensor: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Note how a tensor was computed; in the order of computation."""
+        self._steps.append((tensor, compute))
+
+    @staticmethod
+    def empty(tensor: Tensor) -> None:
+        """Give up the memory of a remembered tensor, whose consumers have run."""
+        tensor.untyped_storage().resize_(0)
+
+    def arm(self, tensor: Tensor) -> None:
+        """Replay when the gradient of a later tensor is there; at once if it will have none."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self._fire())
+        else:
+            self._fire()
+
+    @torch.no_grad()
+    def _fire(self) -> None:
+        steps, self._steps = self._steps, []
+        for tensor, compute in steps:
+            storage, again = tensor.untyped_storage(), compute().untyped_storage()
+            if storage.size() == 0:
+                storage.resize_(again.size())
+                storage.copy_(again)
+
+
+class MixStep:
+    """Gives up the input of every sublayer; attention and MLP are never run again."""
+
+    def __call__(
+        self, residual: SublayerResidual[Any, Any], state: Any, sublayer: Sublayer
+    ) -> ResidualState:
+        """Read, run, forget what was read, write."""
+        if not torch.is_grad_enabled():
+            return plain_step(residual, state, sublayer)
+        replay = Replay()
+        x, pending = residual(state)
+        replay.remember(x, lambda: residual.reread(pending))
+        output = sublayer(x)
+        replay.empty(x)
+        replay.arm(output)
+        return residual.write(pending, output)
+
+
+class GroupStep:
+    """Keeps the streams once for every group of sublayers, and each sublayer's output.
+
+    Inside a group the streams and the sublayers' inputs are given up; the replay mixes them again
+    from the streams at the group's start and the kept outputs (mHC, section 4.3.2).
+
+        sublayer        0        1        2     |  3   …      r = 3
+        streams in    kept    given up given up | kept
+        x            given up given up given up |
+        y              kept     kept     kept   |
+    """
+
+    def __init__(self, length: int, num_sublayers: int) -> None:
+        self._length, self._left = length, num_sublayers
+        self._replay, self._position = Replay(), 0
+
+    def __call__(
+        self, residual: SublayerResidual[Any, Any], state: StreamState, sublayer: Sublayer
+    ) -> ResidualState:
+        """Read, run, write; forget inside the group, arm its replay at the end."""
+        if not torch.is_grad_enabled():
+            return plain_step(residual, state, sublayer)
+        replay = self._replay
+        x, pending = residual(state)
+        replay.remember(x, lambda: residual.reread(pending))
+        output = sublayer(x)
+        replay.empty(x)
+        written = residual.write(pending, output)
+        if self._position > 0:
+            replay.empty(state.streams)
+        self._position += 1
+        self._left -= 1
+        if self._position == self._length or self._left == 0:
+            replay.arm(written.streams)
+            self._replay, self._position = Replay(), 0
+        else:
+            replay.remember(written.streams, lambda: residual.write(pending, output).streams)
+        return written

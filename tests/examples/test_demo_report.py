@@ -1,0 +1,183 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's report: figures from what the runs recorded, and n/a for what they did not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from examples import demo_report
+from examples.demo_report import Curve, Run
+from megatron_residuals.diagnostics.summary import RunSummary
+
+SECONDS = [9.0, 8.0, 7.0, 6.0, 5.0, 0.5, 0.25, 0.5]  # five slow first steps, median of the rest 0.5
+WEIGHTS = {0: [1.0], 1: [0.75, 0.25], 2: [0.5, 0.3, 0.2]}
+
+
+def write_events(folder: Path, *, seconds: list[float], losses: list[float]) -> None:
+    """TensorBoard files as Megatron writes them."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        writer.add_text("global_batch_size", "8")
+        writer.add_text("seq_length", "128")
+        for step, loss in enumerate(losses, start=1):
+            writer.add_scalar("lm loss", loss, step)
+        for step, value in enumerate(seconds, start=2):
+            writer.add_scalar("iteration-time", value, step)
+        writer.add_scalar("lm loss validation", 3.5, 4)
+        writer.add_scalar("lm loss validation", 2.25, len(losses))
+
+
+def write_summary(folder: Path, mechanism: str, **fields: object) -> None:
+    """The two parts that two ranks write."""
+    for rank in range(2):
+        part = RunSummary(
+            mechanism=mechanism,
+            config=f"{mechanism}()",
+            num_sublayers=2,
+            bytes_per_step=2**20,
+            **{name: value for name, value in fields.items() if rank == 0},
+        )
+        part.write(folder, rank)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A baseline, a run twice as slow that recorded everything, and one that recorded nothing."""
+    losses = list(np.linspace(5, 3, 8))
+    write_events(tmp_path / "residual", seconds=SECONDS, losses=losses)
+    write_summary(tmp_path / "residual", "residual")
+    slower = [2 * value for value in SECONDS]
+    write_events(tmp_path / "block_attnres", seconds=slower, losses=losses)
+    write_summary(
+        tmp_path / "block_attnres",
+        "block_attnres",
+        parameters={"layers.0.query": 96, "layers.0.key_gain": 96},
+        depth_weights=WEIGHTS,
+    )
+    (tmp_path / "mhc").mkdir()
+    return tmp_path
+
+
+def test_summary_json_holds_every_figure_of_the_table(runs: Path) -> None:
+    text = demo_report.report(runs, ["residual", "block_attnres"], 3.2)
+    content = json.loads((runs / "summary.json").read_text())
+    assert content["baseline"] == "residual"
+    assert content["unigram_entropy_nats"] == 3.2
+    assert content["runs"]["block_attnres"] == {
+        "title": "Block AttnRes",
+        "config": "block_attnres()",
+        "final_validation_loss": 2.25,
+        "tokens_per_second": 8 * 128 / 1.0,
+        "relative_tokens_per_second": 0.5,
+        "bytes_sent_per_step": 2 * 2**20,
+        "parameters_added": 192,
+    }
+    row = next(line for line in text.splitlines() if line.startswith("Block AttnRes"))
+    assert row.split()[2:] == ["2.2500", "1,024", "0.50", "2.00", "MiB", "192"]
+
+
+def test_nothing_added_is_zero_and_nothing_recorded_is_not(runs: Path) -> None:
+    text = demo_report.report(runs, ["residual", "mhc"], None)
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert rows["plain residual"].split()[-1] == "0"
+    assert rows["mHC"].split() == ["mHC", *["n/a"] * 5]
+    recorded = json.loads((runs / "summary.json").read_text())["runs"]["mhc"]
+    assert {value for key, value in recorded.items() if key != "title"} == {None}
+
+
+def test_without_a_baseline_speed_the_relative_one_is_not_available(runs: Path) -> None:
+    demo_report.report(runs, ["mhc", "block_attnres"], None)
+    row = json.loads((runs / "summary.json").read_text())["runs"]["block_attnres"]
+    assert row["tokens_per_second"] == 1024.0
+    assert row["relative_tokens_per_second"] is None
+
+
+def test_a_run_no_longer_than_the_first_steps_has_no_speed() -> None:
+    seconds = Curve(tuple(range(5)), (1.0,) * 5)
+    assert demo_report.tokens_per_second(Run("x", step_seconds=seconds, tokens_per_step=8)) is None
+
+
+def test_the_figures_do_not_depend_on_how_many_events_there_are(tmp_path: Path) -> None:
+    # TensorBoard's reader keeps a random sample of 10 000 scalars unless told otherwise.
+    losses = [float(i) for i in range(10_050)]
+    write_events(tmp_path / "residual", seconds=SECONDS, losses=losses)
+    run = demo_report.read_run(tmp_path / "residual")
+    assert run.train == Curve(tuple(range(1, 10_051)), tuple(losses))
+
+
+def test_smoothing_is_a_trailing_mean_that_starts_with_a_full_window() -> None:
+    steps, values = tuple(range(1, 51)), tuple(float(i * i) for i in range(50))
+    smooth = Curve(steps, values).smooth()
+    assert smooth.steps == steps[1:]
+    assert smooth.values == pytest.approx([(values[i] + values[i + 1]) / 2 for i in range(49)])
+    assert Curve((7,), (1.5,)).smooth() == Curve((7,), (1.5,))
+
+
+def test_the_gap_is_taken_batch_by_batch() -> None:
+    axes = Figure().subplots()
+    baseline = Run("residual", train=Curve((1, 2, 3), (5.0, 4.0, 3.5)))
+    other = Run("mhc", train=Curve((2, 3, 4), (3.0, 4.0, 1.0)))
+    demo_report.plot_gaps(axes, [baseline, other], baseline)
+    zero, gap = axes.get_lines()
+    assert list(zero.get_ydata()) == [0, 0, 0]
+    assert (list(gap.get_xdata()), list(gap.get_ydata())) == ([2, 3], [-1.0, 0.5])
+
+
+def test_every_run_has_one_legend_entry_and_a_colour_of_its_own() -> None:
+    axes = Figure().subplots()
+    curve = Curve(tuple(range(9)), tuple(np.linspace(4, 2, 9).tolist()))
+    runs = [Run(name, train=curve, validation=Curve((8,), (2.0,))) for name in demo_report.TITLES]
+    demo_report.plot_losses(axes, runs, 3.0)
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == [*demo_report.TITLES.values(), "unigram entropy of the data"]
+    curves = [line for line in axes.get_lines() if len(line.get_xdata()) == 9]
+    assert len({line.get_color() for line in curves}) == len(runs)
+
+
+def test_the_heatmap_leaves_sources_that_do_not_exist_yet_empty() -> None:
+    summary = RunSummary("block_attnres", "block_attnres()", 2, depth_weights=WEIGHTS)
+    axes = Figure().subplots()
+    demo_report.plot_depth_attention(axes, Run("block_attnres", summary=summary))
+    (image,) = axes.get_images()
+    grid = np.ma.filled(image.get_array(), np.nan)
+    np.testing.assert_array_equal(
+        grid, [[1.0, np.nan, np.nan], [0.75, 0.25, np.nan], [0.5, 0.3, 0.2]]
+    )
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["1 attention", "1 MLP", "output"]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["embedding", "block 1", "block 2"]
+
+
+def test_the_picture_has_a_heatmap_only_for_runs_with_depth_attention(runs: Path) -> None:
+    from matplotlib import image
+
+    shapes = []
+    for names in (["residual", "mhc"], ["residual", "mhc", "block_attnres"]):
+        demo_report.report(runs, names, 3.2)
+        shapes.append(image.imread(runs / "report.png").shape)
+    (height, width, _), (same_height, wider, _) = shapes
+    assert same_height == height
+    assert wider > 1.5 * width
+
+
+def test_runs_that_are_not_there_are_named_together_with_those_that_are(runs: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"\['hc', 'attnres'\].*'block_attnres', 'mhc'"):
+        demo_report.report(runs, ["residual", "hc", "attnres"], None)
+
+
+def test_the_command_line_prints_the_table_and_where_the_rest_is(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "data.json").write_text('{"unigram_entropy_nats": 3.1}')
+    arguments = [str(runs), "--runs", "residual", "block_attnres"]
+    demo_report.main([*arguments, "--data-summary", str(runs / "data.json")])
+    output = capsys.readouterr().out
+    assert "Block AttnRes" in output
+    assert f"{runs / 'report.png'}  {runs / 'summary.json'}" in output
+    assert json.loads((runs / "summary.json").read_text())["unigram_entropy_nats"] == 3.1
