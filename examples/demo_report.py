@@ -184,26 +184,36 @@ def plot_losses(axes: Axes, runs: list[Run], unigram_nats: float | None) -> None
         axes.plot([], [], f"{marker}-", color=colour, mfc="white", label=run.title)
     if unigram_nats is not None:
         axes.axhline(unigram_nats, color="0.5", linestyle=":", label="unigram entropy of the data")
+        if any(run.train.values and run.train.values[-1] < unigram_nats for run in runs):
+            axes.set_ylim(top=1.15 * unigram_nats)  # the first steps would flatten all the rest
     axes.set_title("Loss: training (lines, smoothed) and validation (markers)")
     axes.set_ylabel("nats per byte")
     axes.legend()
     axes.grid(alpha=0.3)
 
 
+def gap(curve: Curve, reference: Curve) -> Curve:
+    """The curve minus the reference, at the iterations that both have."""
+    values = dict(zip(reference.steps, reference.values, strict=True))
+    shared = [
+        (step, value - values[step])
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if step in values
+    ]
+    return Curve(*zip(*shared, strict=True)) if shared else Curve()
+
+
 def plot_gaps(axes: Axes, runs: list[Run], baseline: Run) -> None:
-    """Training loss minus the baseline's, batch by batch the same data, then smoothed."""
-    reference = dict(zip(baseline.train.steps, baseline.train.values, strict=True))
-    for run, (colour, _) in zip(runs, cycle(STYLES), strict=False):
-        shared = [
-            (step, value - reference[step])
-            for step, value in zip(run.train.steps, run.train.values, strict=True)
-            if step in reference
-        ]
-        if shared:
-            steps, gaps = zip(*shared, strict=True)
-            smooth = Curve(steps, gaps).smooth()
-            axes.plot(smooth.steps, smooth.values, color=colour)
-    axes.set_title(f"Training loss minus that of the {baseline.title}, same batches")
+    """Losses minus the baseline's: every batch is the same for all runs, so its noise cancels."""
+    for run, (colour, marker) in zip(runs, cycle(STYLES), strict=False):
+        train = gap(run.train, baseline.train).smooth()
+        validation = gap(run.validation, baseline.validation)
+        axes.plot(train.steps, train.values, color=colour)
+        if run is not baseline:
+            axes.plot(
+                validation.steps, validation.values, marker, color=colour, mfc="white", zorder=3
+            )
+    axes.set_title(f"Loss minus that of the {baseline.title} on the same batches")
     axes.set_xlabel("iteration")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("nats per byte")

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron_residuals.run: error: {error}", file=sys.stderr)
         return 2
     if residual is not None:
-        _prepare(residual, script_argv)
+        _prepare(script_argv)
     sys.argv = [options.script, *script_argv]
     sys.path[0] = str(Path(options.script).resolve().parent)
     runpy.run_path(options.script, run_name="__main__")
@@ -87,7 +87,7 @@ def _read_residual(script_argv: Sequence[str]) -> Any:
     return config_from_args(known, None if mechanism == FROM_FLAGS else mechanism)
 
 
-def _prepare(residual: Any, script_argv: list[str]) -> None:
+def _prepare(script_argv: list[str]) -> None:
     """Teach Megatron's parser our flags and let the script's model take our spec."""
     from megatron.training import arguments
 
@@ -96,7 +96,7 @@ def _prepare(residual: Any, script_argv: list[str]) -> None:
 
     install()
     if _is_first_rank():
-        print(f"{report()}\n  residual: {residual}", flush=True)
+        print(report(), flush=True)
     if "--spec" not in script_argv:
         script_argv.extend(("--spec", SPECS, FROM_FLAGS))
     stock = arguments.add_megatron_arguments

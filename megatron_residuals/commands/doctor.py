@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "wandb")
 OLDEST_TORCH = (2, 6)
+INSTALL_HOST = "install a supported release: pip install 'megatron-core>=0.16.1,<0.20'"
+COMPLETE_HOST = "see that what megatron-core needs is installed, in matching versions: pip check"
 # Parts of names of host options that are residual connections of the host's own.
 NATIVE_RESIDUALS = ("mhc", "hyper_connection", "attention_residual", "attn_res", "wide_residual")
 
@@ -75,12 +77,15 @@ def examine() -> Findings:
     for package in PACKAGES:
         findings.versions[package] = _installed_version(package)
     if _import("torch", findings, "install it: pip install 'torch>=2.6'") is None:
+        if importlib.util.find_spec("megatron") is None:
+            findings.problems.append(f"megatron.core is not there; {INSTALL_HOST}")
         return findings
     _examine_torch(findings)
-    advice = "install a supported release: pip install 'megatron-core>=0.16.1,<0.20'"
-    if findings.versions["megatron-core"] is not None:
-        advice = "see that its requirements are installed, in matching versions: pip check"
-    host = _import("megatron.core", findings, advice)
+    if findings.versions["transformer-engine"] is not None:
+        advice = "install it whole, pip install 'transformer-engine[pytorch]', or uninstall it"
+        _import("transformer_engine.pytorch", findings, advice)
+    is_there = findings.versions["megatron-core"] is not None
+    host = _import("megatron.core", findings, COMPLETE_HOST if is_there else INSTALL_HOST)
     if host is not None:
         findings.versions["megatron-core"] = host.__version__
         findings.host_path = str(Path(host.__file__).parent)
@@ -129,9 +134,8 @@ def _examine_torch(findings: Findings) -> None:
 
 def _examine_host(findings: Findings) -> None:
     """The window of versions, the seams, and residual options of the host's own."""
-    advice = "see that the requirements of megatron-core are installed: pip check"
-    compat = _import("megatron_residuals.mcore.compat", findings, advice)
-    seams = compat and _import("megatron_residuals.mcore.install", findings, advice)
+    compat = _import("megatron_residuals.mcore.compat", findings, COMPLETE_HOST)
+    seams = compat and _import("megatron_residuals.mcore.install", findings, COMPLETE_HOST)
     if not seams:
         return
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -19,6 +19,7 @@ from megatron_residuals.mcore.route import route_for
 from megatron_residuals.mcore.runner import StageRunner
 from megatron_residuals.mcore.spec import ResidualBlockSubmodules, block_submodules
 from megatron_residuals.mcore.stage_io import StageIO, fresh
+from megatron_residuals.mcore.startup import announce
 from megatron_residuals.mcore.support import check_model
 from megatron_residuals.modules import build_head, open_state
 
@@ -71,6 +72,7 @@ class ResidualTransformerBlock(TransformerBlock):
             )
             tag_parameters(self.residual_head, self.config)
         self._payload: Tensor | None = None
+        announce(route, self.runner)
 
     def _check_layers(self) -> None:
         first = self.stage_io.layers_before

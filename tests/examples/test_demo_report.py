@@ -120,14 +120,28 @@ def test_smoothing_is_a_trailing_mean_that_starts_with_a_full_window() -> None:
     assert Curve((7,), (1.5,)).smooth() == Curve((7,), (1.5,))
 
 
-def test_the_gap_is_taken_batch_by_batch() -> None:
+def test_gaps_are_taken_where_both_runs_have_a_value() -> None:
+    reference = Curve((1, 2, 3), (5.0, 4.0, 3.5))
+    assert demo_report.gap(Curve((2, 3, 4), (3.0, 4.0, 1.0)), reference) == Curve((2, 3), (-1, 0.5))
+    assert demo_report.gap(Curve((9,), (3.0,)), reference) == Curve()
+
+
+def test_the_gap_of_the_baseline_is_zero_and_that_of_others_has_validation_marks() -> None:
     axes = Figure().subplots()
-    baseline = Run("residual", train=Curve((1, 2, 3), (5.0, 4.0, 3.5)))
-    other = Run("mhc", train=Curve((2, 3, 4), (3.0, 4.0, 1.0)))
+    baseline = Run("residual", train=Curve((1, 2), (5.0, 4.0)), validation=Curve((2,), (4.5,)))
+    other = Run("mhc", train=Curve((1, 2), (3.0, 4.5)), validation=Curve((2,), (4.0,)))
     demo_report.plot_gaps(axes, [baseline, other], baseline)
-    zero, gap = axes.get_lines()
-    assert list(zero.get_ydata()) == [0, 0, 0]
-    assert (list(gap.get_xdata()), list(gap.get_ydata())) == ([2, 3], [-1.0, 0.5])
+    lines = [list(line.get_ydata()) for line in axes.get_lines()]
+    assert lines == [[0, 0], [-2.0, 0.5], [-0.5]]
+
+
+@pytest.mark.parametrize(("last", "cut"), [(2.0, True), (3.5, False)])
+def test_the_first_steps_are_cut_off_once_the_loss_is_below_the_unigrams(
+    last: float, cut: bool
+) -> None:
+    axes = Figure().subplots()
+    demo_report.plot_losses(axes, [Run("residual", train=Curve((1, 2), (6.0, last)))], 3.0)
+    assert (axes.get_ylim()[1] < 6.0) == cut
 
 
 def test_every_run_has_one_legend_entry_and_a_colour_of_its_own() -> None:
