@@ -62,9 +62,14 @@ show_progress() {
   done
 }
 
+# Says that $1, and shows log $2: torchrun's own report comes last, so the errors before it first.
 fail() {
-  printf '\n%s. The end of %s:\n\n' "$1" "$2" >&2
-  tail -n 40 "$2" >&2
+  {
+    printf '\n%s. Errors in %s:\n\n' "$1" "$2"
+    grep -E '^(\[rank[0-9]+\]: )?[A-Za-z_.]*(Error|Exception)\b' "$2" | sort -u | head -n 8 || true
+    printf '\nand its end:\n\n'
+    tail -n 30 "$2"
+  } >&2
   exit 1
 }
 

@@ -19,6 +19,7 @@ import megatron.core
 import pytest
 import torch
 
+from megatron_residuals import __version__
 from megatron_residuals.cli import main
 from megatron_residuals.commands import doctor
 from megatron_residuals.mcore import install as seams
@@ -33,6 +34,12 @@ def clean() -> Iterator[None]:
     yield
     seams.uninstall()
     seams.install()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same findings on every machine. `clean` goes first, and so ends after the monkeypatch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def symbols() -> list[Any]:
@@ -63,7 +70,7 @@ def test_a_good_installation_is_described_and_left_as_it_was(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
-        "transformer-engine": "not installed",
+        "transformer-engine": doctor.installed_version("transformer-engine") or "not installed",
     }.items():
         assert f"  {name:<20}{version}\n" in out
     assert f"  path                {megatron.core.__path__[0]}\n" in out
@@ -88,7 +95,7 @@ def test_json_holds_the_same_findings_and_nothing_else_is_on_stdout(
     assert status == 0
     assert found.keys() == {field.name for field in dataclasses.fields(doctor.Findings)}
     assert found["versions"]["megatron-core"] == megatron.core.__version__
-    assert found["versions"]["transformer-engine"] is None
+    assert found["versions"]["megatron-residuals"] == __version__
     assert found["in_tested_window"] is True
     assert (found["problems"], found["native_residual_options"]) == ([], [])
 

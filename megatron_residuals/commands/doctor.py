@@ -75,7 +75,7 @@ def examine() -> Findings:
     findings = Findings()
     findings.versions = {"python": platform.python_version(), "megatron-residuals": __version__}
     for package in PACKAGES:
-        findings.versions[package] = _installed_version(package)
+        findings.versions[package] = installed_version(package)
     if _import("torch", findings, "install it: pip install 'torch>=2.6'") is None:
         if importlib.util.find_spec("megatron") is None:
             findings.problems.append(f"megatron.core is not there; {INSTALL_HOST}")
@@ -94,7 +94,8 @@ def examine() -> Findings:
     return findings
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version in the metadata of an installed distribution, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

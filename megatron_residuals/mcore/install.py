@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import torch.distributed as dist
+
 from megatron_residuals.mcore.compat import check_host_version, host_version
 
 State: TypeAlias = Literal["stock", "replaced", "native"]
@@ -161,7 +163,8 @@ def install() -> None:
         _former[seam] = (attribute, former)
         setattr(importlib.import_module(seam.module), attribute, ours)
     if made:
-        logger.info("\n%s", report())
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        logger.log(logging.INFO if is_first_rank else logging.DEBUG, "\n%s", report())
 
 
 def uninstall() -> None:

@@ -13,6 +13,7 @@ Weights, gradients, optimizer and what a kernel needs while it runs are not in i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +22,7 @@ from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.planner.schedule import schedule
 from megatron_residuals.planner.sizes import ModelSizes
-from megatron_residuals.planner.storages import OUTSIDE, PARTS, StageStorages
+from megatron_residuals.planner.storages import OUTSIDE, PARTS, Sizes, StageStorages
 
 
 @dataclass(frozen=True)
@@ -121,58 +122,62 @@ class MemoryPlan:
         return Prediction(name, tuple(self._rank(rank, stages) for rank in ranks))
 
     def _rank(self, rank: int, stages: list[StageStorages]) -> RankMemory:
-        ranks = self.layout.num_ranks
-        kept = {s.name: s for stage in stages[rank::ranks] for s in stage.kept()}
+        own = stages[rank :: self.layout.num_ranks]
+        kept = {storage.name: storage for stage in own for storage in stage.kept}
         parts = {part: sum(s.bytes for s in kept.values() if s.part == part) for part in PARTS}
         walk = _Walk(stages)
-        for step in schedule(self.layout, rank, self.num_microbatches, self.group_size):
-            walk.run(*step)
+        for forward, micro_batch, stage in schedule(
+            self.layout, rank, self.num_microbatches, self.group_size
+        ):
+            walk.forward(micro_batch, stage) if forward else walk.backward(micro_batch, stage)
         return RankMemory(
             rank=rank,
             kept_bytes=sum(parts.values()) - parts[OUTSIDE],
             kept_parts=parts,
-            transient_bytes=max((max(s.replays(), default=0) for s in stages[rank::ranks])),
+            transient_bytes=max(stage.transient_bytes for stage in own),
             in_flight=walk.most_in_flight,
             peak_bytes=walk.peak_bytes,
         )
 
 
 class _Walk:
-    """Goes through a step of one rank and notes the peak."""
+    """Goes through a step of one rank and notes the peak.
+
+    Storages live from the end of a forward to that of its backward, and are counted once for each
+    micro-batch, whichever of its stages on the rank keep them.
+    """
 
     def __init__(self, stages: list[StageStorages]) -> None:
         self._stages = stages
         self._in_flight: dict[int, frozenset[int]] = {}  # micro-batch -> stages
-        self._bytes: dict[frozenset[int], int] = {}
-        self._replays: dict[int, int] = {}
         self.peak_bytes = self.most_in_flight = 0
+        self._kept_bytes = functools.cache(lambda stages: sum(self._kept(stages).values()))
+        self._backward_bytes = functools.cache(self._height)
 
-    def run(self, forward: bool, micro_batch: int, stage: int) -> None:
-        """One pass; storages live from the end of the forward to that of the backward."""
-        before = self._in_flight.get(micro_batch, frozenset())
-        if forward:
-            self._in_flight[micro_batch] = before | {stage}
-            in_flight = sum(map(len, self._in_flight.values()))
-            self.most_in_flight = max(self.most_in_flight, in_flight)
-            self._note(0)
-        else:
-            self._note(self._replay(stage))
-            self._in_flight[micro_batch] = before - {stage}
+    def forward(self, micro_batch: int, stage: int) -> None:
+        """What the stage keeps is there from now on."""
+        self._in_flight[micro_batch] = self._in_flight.get(micro_batch, frozenset()) | {stage}
+        in_flight = sum(map(len, self._in_flight.values()))
+        self.most_in_flight = max(self.most_in_flight, in_flight)
+        total = sum(self._kept_bytes(stages) for stages in self._in_flight.values())
+        self.peak_bytes = max(self.peak_bytes, total)
 
-    def _note(self, extra: int) -> None:
-        kept = sum(self._union(stages) for stages in self._in_flight.values() if stages)
-        self.peak_bytes = max(self.peak_bytes, kept + extra)
+    def backward(self, micro_batch: int, stage: int) -> None:
+        """The highest replay; afterwards what the stage keeps is gone."""
+        others = self._in_flight[micro_batch] - {stage}
+        total = self._backward_bytes(stage, others)
+        total += sum(
+            self._kept_bytes(stages)
+            for other, stages in self._in_flight.items()
+            if other != micro_batch
+        )
+        self.peak_bytes = max(self.peak_bytes, total)
+        self._in_flight[micro_batch] = others
 
-    def _union(self, stages: frozenset[int]) -> int:
-        if stages not in self._bytes:
-            kept = {s.name: s.bytes for g in stages for s in self._stages[g].kept()}
-            self._bytes[stages] = sum(kept.values())
-        return self._bytes[stages]
+    def _kept(self, stages: frozenset[int]) -> Sizes:
+        return {s.name: s.bytes for stage in stages for s in self._stages[stage].kept}
 
-    def _replay(self, stage: int) -> int:
-        """The largest replay, when what lies behind the last layer has gone."""
-        if stage not in self._replays:
-            storages = self._stages[stage]
-            gone = sum(storage.bytes for storage in storages.behind())
-            self._replays[stage] = max(storages.replays(), default=0) - gone
-        return self._replays[stage]
+    def _height(self, stage: int, others: frozenset[int]) -> int:
+        beside = self._kept(others)
+        moments = self._stages[stage].moments
+        return max((sum((beside | moment).values()) for moment in moments), default=0)

@@ -75,6 +75,11 @@ class ModelSizes:
         return self.num_heads if self.query_groups is None else self.query_groups
 
     @property
+    def head_size(self) -> int:
+        """Of one query, key or value."""
+        return self.hidden_size // self.num_heads
+
+    @property
     def wide_bytes(self) -> int:
         """Of an element computed in float32, or in float64 where activations are."""
         return max(self.element_bytes, 4)
@@ -127,11 +132,10 @@ def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
         return HostLayerBytes(sizes.host_layer_bytes, 0)
     element, tokens = sizes.element_bytes, sizes.region_tokens
     heads, sequence = sizes.num_heads // sizes.tp, sizes.seq_length // sizes.cp
-    head_size = sizes.hidden_size // sizes.num_heads
-    queries = tokens * heads * head_size
+    queries = tokens * heads * sizes.head_size
     grouped = sizes.groups < sizes.num_heads
     projected = 3 * queries if grouped or not sizes.rope else 5 * queries
-    angles = 4 * sequence * head_size if sizes.rope else 0
+    angles = 4 * sequence * sizes.head_size if sizes.rope else 0
     scores = sizes.micro_batch_size * heads * sequence * sizes.seq_length
     softmax = scores * (element if element >= 4 else element + 4)
     ffn = tokens * sizes.ffn_hidden_size // sizes.tp

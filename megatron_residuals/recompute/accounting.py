@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that autograd keeps between a forward and its backward.
 
-    with RetainedBytes() as retained:
+    with RetainedBytes(exclude=model.parameters()) as retained:
         loss = model(batch)
-        print(retained.measure(exclude=model.parameters()).bytes)
+        print(retained.measure())
         loss.backward()
-        assert retained.measure(exclude=model.parameters()).bytes == 0
+        assert retained.measure().bytes == 0
 
 Every tensor that an operation saves, built in or of a ``torch.autograd.Function``, passes through
 ``saved_tensors_hooks``. It goes on living in a holder, and holders are watched weakly: one that
@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,15 +70,22 @@ class RetainedBytes:
     Nested replays are seen like everything else, and so is a backward on another thread that the
     autograd engine runs for this one. Inside other saved-tensor hooks, those apply instead.
 
+    Args:
+        exclude: tensors whose storages are never counted; the parameters.
+        sample_backward: take a sample whenever a backward fetches a saved tensor, as at the height
+            of a replay. Slow.
+
     Attributes:
         peak: the largest number of bytes of any `sample`.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, exclude: Iterable[Tensor] = (), sample_backward: bool = False
+    ) -> None:
         self.peak = 0
+        self._excluded, self._sample_backward = list(exclude), sample_backward
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._handles: list[Any] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> RetainedBytes:
         self._hooks.__enter__()
@@ -90,44 +97,28 @@ class RetainedBytes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         self._hooks.__exit__(kind, error, trace)
 
-    def measure(self, exclude: Iterable[Tensor] = ()) -> Retained:
-        """What is kept now, except for storages that one of the ``exclude`` tensors uses."""
-        return _count((saved.tensor for saved in list(self._saved)), exclude)
+    def measure(self, *, include: Iterable[Tensor] = ()) -> Retained:
+        """What is kept now. ``include``: tensors that are kept beside autograd, as in a cache."""
+        saved = [holder.tensor for holder in self._saved]
+        return _count([*saved, *include], self._excluded)
 
-    def sample(self, exclude: Iterable[Tensor] = ()) -> int:
+    def sample(self, *, include: Iterable[Tensor] = ()) -> int:
         """Bytes kept now, which also count for the `peak`."""
-        now = self.measure(exclude).bytes
+        now = self.measure(include=include).bytes
         self.peak = max(self.peak, now)
         return now
-
-    def sample_after(
-        self, *modules: torch.nn.Module, exclude: Iterable[Tensor] = ()
-    ) -> RetainedBytes:
-        """From now on take a sample whenever the forward of one of the modules has ended.
-
-        In a replay too: give the layers to see the transient of a backward.
-        """
-        excluded = list(exclude)
-
-        def hook(module: torch.nn.Module, inputs: object, output: object) -> None:
-            self.sample(excluded)
-
-        self._handles += [module.register_forward_hook(hook) for module in modules]
-        return self
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
         self._saved.add(saved)
         return saved
 
-
-def _unpack(saved: _Saved) -> Tensor:
-    return saved.tensor
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if self._sample_backward:
+            self.sample()
+        return saved.tensor
 
 
 def reachable_bytes(exclude: Iterable[Tensor] = ()) -> Retained:
