@@ -53,7 +53,7 @@ def test_every_fault_is_in_one_message() -> None:
     config.recompute_granularity = "full"
     specs = layer_specs(mlp=IdentityOp, cross_attention=ModuleSpec(module=torch.nn.Identity))
     with pytest.raises(ValueError) as error:
-        check_model(config, specs, MHC)
+        check_model(config, specs, ResidualConfig("mhc", recompute="mix"))
     for part in ("mtp_num_layers", "cpu_offloading", "'full'", "cross-attention", "no mlp"):
         assert part in str(error.value)
 
