@@ -85,6 +85,9 @@ def config_from_global_args(mechanism: str | None) -> ResidualConfig:
     Without Megatron's training loop (library use), or without our flags in its parser, this is the
     mechanism with its defaults.
     """
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)
-    return config_from_args(args if args is not None else argparse.Namespace(), mechanism)
+    return config_from_args(global_args() or argparse.Namespace(), mechanism)
+
+
+def global_args() -> argparse.Namespace | None:
+    """The arguments of Megatron's training loop, or None where it does not run."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

@@ -72,7 +72,7 @@ class ResidualTransformerBlock(TransformerBlock):
             )
             tag_parameters(self.residual_head, self.config)
         self._payload: Tensor | None = None
-        announce(route, self.runner)
+        announce(route, self.runner, self.config)
 
     def _check_layers(self) -> None:
         first = self.stage_io.layers_before

@@ -162,9 +162,9 @@ def install() -> None:
     for seam, (attribute, former, ours) in made.items():
         _former[seam] = (attribute, former)
         setattr(importlib.import_module(seam.module), attribute, ours)
-    if made:
-        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-        logger.log(logging.INFO if is_first_rank else logging.DEBUG, "\n%s", report())
+    if made and dist.is_initialized() and dist.get_rank() == 0:
+        # Before there are ranks, whoever calls this knows best who prints the report.
+        logger.info("\n%s", report())
 
 
 def uninstall() -> None:

@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import logging
-import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_residuals._version import __version__
+from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.pipeline.grid import format_bytes
+from megatron_residuals.planner.memory import MemoryPlan
+from megatron_residuals.planner.sizes import ModelSizes
+from megatron_residuals.planner.storages import RESIDUAL
 
 if TYPE_CHECKING:
     from megatron_residuals.mcore.route import Route
@@ -19,22 +23,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def announce(route: Route, runner: StageRunner) -> None:
+def announce(route: Route, runner: StageRunner, config: Any) -> None:
     """Print the report on rank 0 for the first block of a model; log it outside a training loop."""
     if len(route.blocks) > 1 or (dist.is_initialized() and dist.get_rank() != 0):
         return
-    text = model_report(route, runner)
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    if getattr(global_vars, "_GLOBAL_ARGS", None) is not None:
+    text = model_report(route, runner, config)
+    if global_args() is not None:
         print(text, flush=True)
     else:
         logger.info("%s", text)
 
 
-def model_report(route: Route, runner: StageRunner) -> str:
+def model_report(route: Route, runner: StageRunner, config: Any) -> str:
     """The mechanism, what crosses the pipeline and what is recomputed, a line each."""
     lines = [f"megatron_residuals {__version__}: {route.residual}", *_depth(route), *_wire(route)]
-    return "\n".join([*lines, f"  recompute: {_recompute(runner, route.residual.recompute)}"])
+    lines.append(f"  recompute: {_recompute(runner, route.residual.recompute)}")
+    return "\n".join([*lines, *_memory(route, config)])
 
 
 def _depth(route: Route) -> list[str]:
@@ -56,6 +60,41 @@ def _wire(route: Route) -> list[str]:
     if plan.depth is not None and plan.transport == "delta":
         text += f" (the full prefix would be {plan.rows_full}, at most {plan.max_rows_full})"
     return [text]
+
+
+def _memory(route: Route, config: Any) -> list[str]:
+    """What the residual path keeps, where the sizes of a micro-batch are known."""
+    args = global_args()
+    if args is None:
+        return []
+    try:
+        sizes = ModelSizes(
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
+            num_heads=config.num_attention_heads,
+            tp=config.tensor_model_parallel_size,
+            sequence_parallel=config.sequence_parallel,
+            cp=config.context_parallel_size,
+            element_bytes=2 if config.bf16 or config.fp16 else 4,
+        )
+        micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        plan = MemoryPlan(
+            route.plan.layout,
+            route.residual,
+            sizes,
+            micro_batches,
+            config.microbatch_group_size_per_vp_stage,
+        )
+        ranks = plan.predict().ranks
+    except ValueError:  # a model or schedule that the planner does not know; the run may
+        return []
+    fullest = max(ranks, key=lambda rank: rank.kept_parts[RESIDUAL])
+    return [
+        f"  memory: {format_bytes(fullest.kept_parts[RESIDUAL])} kept by the residual path for one "
+        f"micro-batch on pipeline rank {fullest.rank}, predicted; attention and MLP apart"
+    ]
 
 
 def _recompute(runner: StageRunner, policy: str) -> str:

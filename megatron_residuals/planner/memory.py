@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,41 +144,48 @@ class MemoryPlan:
 class _Walk:
     """Goes through a step of one rank and notes the peak.
 
-    Storages live from the end of a forward to that of its backward, and are counted once for each
-    micro-batch, whichever of its stages on the rank keep them.
+    Storages live from the end of a forward to that of its backward, or as long as they are in the
+    cache for a later stage. They are counted once for each micro-batch, whoever keeps them.
     """
 
     def __init__(self, stages: list[StageStorages]) -> None:
         self._stages = stages
         self._in_flight: dict[int, frozenset[int]] = {}  # micro-batch -> stages
+        self._cached: dict[int, frozenset[tuple[str, int]]] = {}  # micro-batch -> storages
         self.peak_bytes = self.most_in_flight = 0
-        self._kept_bytes = functools.cache(lambda stages: sum(self._kept(stages).values()))
+        self._kept_bytes = functools.cache(lambda *key: sum(self._kept(*key).values()))
         self._backward_bytes = functools.cache(self._height)
 
     def forward(self, micro_batch: int, stage: int) -> None:
         """What the stage keeps is there from now on."""
         self._in_flight[micro_batch] = self._in_flight.get(micro_batch, frozenset()) | {stage}
+        storages, plan = self._stages[stage], self._stages[stage].plan
+        cached = self._cached.get(micro_batch, frozenset())
+        cached -= frozenset(storages.cached(*plan.last_fetch(stage)).items())
+        cached |= frozenset(storages.cached(*plan.stashes(stage)).items())
+        self._cached[micro_batch] = cached
         in_flight = sum(map(len, self._in_flight.values()))
         self.most_in_flight = max(self.most_in_flight, in_flight)
-        total = sum(self._kept_bytes(stages) for stages in self._in_flight.values())
-        self.peak_bytes = max(self.peak_bytes, total)
+        self.peak_bytes = max(self.peak_bytes, self._total(self._in_flight))
 
     def backward(self, micro_batch: int, stage: int) -> None:
         """The highest replay; afterwards what the stage keeps is gone."""
         others = self._in_flight[micro_batch] - {stage}
-        total = self._backward_bytes(stage, others)
-        total += sum(
-            self._kept_bytes(stages)
-            for other, stages in self._in_flight.items()
-            if other != micro_batch
-        )
-        self.peak_bytes = max(self.peak_bytes, total)
+        height = self._backward_bytes(stage, others)
+        height += self._total(other for other in self._in_flight if other != micro_batch)
+        self.peak_bytes = max(self.peak_bytes, height)
         self._in_flight[micro_batch] = others
 
-    def _kept(self, stages: frozenset[int]) -> Sizes:
-        return {s.name: s.bytes for stage in stages for s in self._stages[stage].kept}
+    def _total(self, micro_batches: Iterable[int]) -> int:
+        return sum(self._kept_bytes(self._in_flight[m], self._cached[m]) for m in micro_batches)
+
+    def _kept(
+        self, stages: frozenset[int], cached: frozenset[tuple[str, int]] = frozenset()
+    ) -> Sizes:
+        return {s.name: s.bytes for g in stages for s in self._stages[g].kept} | dict(cached)
 
     def _height(self, stage: int, others: frozenset[int]) -> int:
+        # a backward begins when no later stage of the micro-batch is left that would fetch
         beside = self._kept(others)
         moments = self._stages[stage].moments
         return max((sum((beside | moment).values()) for moment in moments), default=0)

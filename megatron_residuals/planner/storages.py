@@ -73,7 +73,14 @@ class StageStorages:
         for unit in self._units():
             alive |= _sizes(self._kept_by(unit))
             found += [alive | replayed for replayed in self._replay(unit)]
+            if self._policy == "mix":
+                # a write's backward precedes the replay, and nothing else wanted the output
+                found[-1].pop(f"y:{unit.sublayers.start}", None)
         return tuple(found)
+
+    def cached(self, *sources: int) -> Sizes:
+        """Sources in the rank's cache; their storages are kept as well as by whoever reads them."""
+        return _sizes(self._value(self._location(source)) for source in sources)
 
     @cached_property
     def transient_bytes(self) -> int:
@@ -119,9 +126,6 @@ class StageStorages:
     def _kept_by(self, unit: Segment) -> Iterator[Storage]:
         if self._is_checkpoint:
             yield from self._state(unit.sublayers.start)
-        elif self._policy == "mix":
-            # a write's backward comes before the replay, and nothing else wanted the output
-            yield from (s for s in self._sublayer(unit.sublayers.start) if s.name[0] != "y")
         else:
             for i in unit.sublayers:
                 yield from self._sublayer(i)
@@ -149,13 +153,11 @@ class StageStorages:
     # what is kept
 
     def _front(self) -> Iterator[Storage]:
-        """Not the layers' own: the embedding's indices, and sources that a later stage fetches."""
+        """Kept in front of the layers: by the embedding, and by every one of the host's checkpoints."""
         sizes = self.sizes
         if self.stage == 0:
             indices = sizes.region_tokens * 8 * (1 if sizes.rope else 2)
             yield Storage("token indices", indices, OUTSIDE)
-        for source in (*self.plan.stash_on_entry(self.stage), *self.plan.stash_on_exit(self.stage)):
-            yield self._value(self._location(source))
         if self.stock_full and self.sublayers:
             # arguments of the host's checkpoints; those of blocks leave them to who has them
             yield self._mask

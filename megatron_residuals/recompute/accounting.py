@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
@@ -72,6 +72,7 @@ class RetainedBytes:
 
     Args:
         exclude: tensors whose storages are never counted; the parameters.
+        beside: gives tensors that are kept beside autograd and count as well, as those in a cache.
         sample_backward: take a sample whenever a backward fetches a saved tensor, as at the height
             of a replay. Slow.
 
@@ -80,9 +81,14 @@ class RetainedBytes:
     """
 
     def __init__(
-        self, *, exclude: Iterable[Tensor] = (), sample_backward: bool = False
+        self,
+        *,
+        exclude: Iterable[Tensor] = (),
+        beside: Callable[[], Iterable[Tensor]] = tuple,
+        sample_backward: bool = False,
     ) -> None:
         self.peak = 0
+        self._beside = beside
         self._excluded, self._sample_backward = list(exclude), sample_backward
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -99,14 +105,14 @@ class RetainedBytes:
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
 
-    def measure(self, *, include: Iterable[Tensor] = ()) -> Retained:
-        """What is kept now. ``include``: tensors that are kept beside autograd, as in a cache."""
+    def measure(self) -> Retained:
+        """What is kept now."""
         saved = [holder.tensor for holder in self._saved]
-        return _count([*saved, *include], self._excluded)
+        return _count([*saved, *self._beside()], self._excluded)
 
-    def sample(self, *, include: Iterable[Tensor] = ()) -> int:
+    def sample(self) -> int:
         """Bytes kept now, which also count for the `peak`."""
-        now = self.measure(include=include).bytes
+        now = self.measure().bytes
         self.peak = max(self.peak, now)
         return now
 

@@ -1,0 +1,109 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what autograd keeps in a step of the toy GPT, and gives the same toy to the planner.
+
+Call ``megatron_residuals.testing.install()`` before importing this: it imports Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.planner.sizes import ModelSizes
+from megatron_residuals.recompute.accounting import RetainedBytes
+from megatron_residuals.testing import run_ranks, toy_gpt
+from megatron_residuals.testing.toy_gpt import SpecLike, ToyGPT
+
+
+class Measured(NamedTuple):
+    """Bytes on one rank, parameters apart.
+
+    Attributes:
+        kept_bytes: of one micro-batch, between its forwards and its backwards, up to the loss.
+        peak_bytes: most at any moment of the step at which an operation saves or needs something.
+        left_bytes: after the step.
+    """
+
+    kept_bytes: int
+    peak_bytes: int
+    left_bytes: int
+
+
+def measure_step(toy: ToyGPT, spec: SpecLike = None, *, timeout_s: float = 100) -> list[Measured]:
+    """One training step of the toy on forked ranks, and what each of them kept."""
+    return run_ranks(toy.world_size, _measure_rank, toy, spec, timeout_s=timeout_s)
+
+
+def model_sizes(toy: ToyGPT) -> ModelSizes:
+    """The toy as the planner sees it. Its loss takes whole logits, in their own dtype."""
+    overrides = toy.config_overrides
+    return ModelSizes(
+        seq_length=toy.seq_length,
+        micro_batch_size=toy.micro_batch_size,
+        hidden_size=toy.hidden_size,
+        ffn_hidden_size=overrides.get("ffn_hidden_size", 4 * toy.hidden_size),
+        num_heads=toy.num_heads,
+        query_groups=overrides.get("num_query_groups"),
+        gated=overrides.get("gated_linear_unit", False),
+        rope=toy.positions == "rope",
+        vocab_size=toy.vocab_size * toy.tp,
+        tp=toy.tp,
+        sequence_parallel=toy.sequence_parallel,
+        element_bytes=toy.dtype.itemsize,
+        logit_bytes=toy.dtype.itemsize,
+    )
+
+
+def layout_text(layout: StageLayout) -> str:
+    """The layout as the host's layout string, so that any layout can be asked of the host."""
+    return f"E{'|'.join('t' * layers for layers in layout.layers)}L"
+
+
+def _measure_rank(toy: ToyGPT, spec: SpecLike) -> Measured:
+    toy_gpt.setup_parallel(toy)
+    chunks = toy_gpt.build_chunks(toy, spec)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    with RetainedBytes(
+        exclude=parameters, beside=lambda: _cached(chunks), sample_backward=True
+    ) as retained:
+        with _watched_forward(retained) as growth:
+            toy_gpt.train_step(chunks, toy)
+        left = retained.measure().bytes
+    # what a stage adds is what it does not share with earlier stages of the rank
+    return Measured(sum(growth) // toy.num_microbatches, retained.peak, left)
+
+
+@contextlib.contextmanager
+def _watched_forward(retained: RetainedBytes) -> Iterator[Sequence[int]]:
+    """Lists by how many bytes each forward pass grew what is kept, its loss included."""
+    growth: list[int] = []
+    stock = toy_gpt._forward_step
+
+    def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        before = retained.measure().bytes
+        output, loss_function = stock(batches, model)
+        growth.append(retained.sample() - before)
+
+        def loss(logits: torch.Tensor) -> Any:
+            result = loss_function(logits)
+            growth[-1] = retained.sample() - before
+            return result
+
+        return output, loss
+
+    with mock.patch.object(toy_gpt, "_forward_step", forward_step):
+        yield growth
+
+
+def _cached(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """Sources in the cache of this rank."""
+    if not hasattr(chunks[0].decoder, "stage_io"):
+        return []
+    slots = chunks[0].decoder.stage_io.route.cache._slots.values()
+    return [slot.value for slot in slots if slot.value is not None]
