@@ -20,9 +20,14 @@ class GradientBuffer:
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
+        self._backward = -1
 
     def add(self, gradient: Tensor) -> None:
         """Add one reader's gradient, in float32; the tensor is the buffer's from now on."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            # what is left of a backward that did not reach the source, for it was not asked to
+            self._total, self._backward = None, backward
         self._total = gradient if self._total is None else self._total.add_(gradient)
 
     def take(self) -> Tensor | None:

@@ -31,7 +31,11 @@ class _Recomputed(torch.autograd.Function):
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         with torch.enable_grad():
             values = ctx.fn(*inputs)
-        found = iter(torch.autograd.grad(values, wanted, gradients, allow_unused=True))
+        values = (values,) if isinstance(values, Tensor) else values
+        pairs = zip(values, gradients, strict=True)
+        # of several values, some may depend on frozen inputs alone
+        roots, gradients = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+        found = iter(torch.autograd.grad(roots, wanted, gradients, allow_unused=True))
         return None, *[next(found) if tensor.requires_grad else None for tensor in inputs]
 
 

@@ -50,7 +50,7 @@ class ResidualTransformerBlock(TransformerBlock):
 
     def _build_residual(self, submodules: ResidualBlockSubmodules) -> None:
         pp_group = self.pg_collection.pp
-        route = route_for(submodules.residual, self.config, pp_group)
+        route = route_for(submodules.residual, self.config, pp_group, self.vp_stage or 0)
         route.blocks.add(self)
         stage = route.plan.layout.stage(pp_group.rank(), self.vp_stage or 0)
         self.stage_io = StageIO(route, stage)

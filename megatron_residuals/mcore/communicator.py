@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from megatron_residuals.mcore import preflight
-from megatron_residuals.mcore.late import LateTensor, Message
+from megatron_residuals.mcore.late import Message
 from megatron_residuals.mcore.message_order import MessageOrder, ScheduleTable
 from megatron_residuals.mcore.route import route_of
 from megatron_residuals.mcore.wire import Direction
@@ -135,7 +135,9 @@ class ResidualP2PCommunicator(P2PCommunicator):
             self._route.outbox.send(direction, leaving, send)
             sent = FinalWait(self)
         if arriving is not None:
-            late = LateTensor(direction, arriving, self._empty((0,)), self._route.count)
+            late = self._route.inbox.expect(
+                direction, arriving, self._empty((0,)), self._route.count
+            )
         return (late.tensor if late else None), sent, late
 
     def _empty(self, shape: Sequence[int]) -> Tensor:

@@ -9,10 +9,12 @@ and no length has to be agreed on in advance.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_residuals.mcore.wire import Direction
@@ -37,30 +39,41 @@ HEADER_LENGTH = 6  # direction, boundary, micro-batch, then the payload's [rows 
 
 
 class LateTensor:
-    """A tensor to be filled, and the handle that fills it."""
+    """A tensor to be filled, and the handle that fills it; made by an inbox."""
 
     def __init__(
         self,
+        inbox: Inbox,
         direction: Direction,
         message: Message,
         tensor: Tensor,
         on_arrival: Callable[[Message, Tensor], None],
     ) -> None:
         self.tensor, self.message = tensor, message
-        self._direction, self._on_arrival = direction, on_arrival
-        self._header = torch.empty(HEADER_LENGTH, device=tensor.device, dtype=torch.int64)
-        _, self._header_received = direction.exchange(None, self._header, batched=False)
+        self._inbox, self._direction, self._on_arrival = inbox, direction, on_arrival
+        self._header: Tensor | None = None
+        self._header_received: dist.Work | None = None
+
+    def listen(self) -> None:
+        """Start receiving the header; the second time does nothing."""
+        if self._header is None:
+            header = torch.empty(HEADER_LENGTH, device=self.tensor.device, dtype=torch.int64)
+            _, self._header_received = self._direction.exchange(None, header, batched=False)
+            self._header = header
 
     def wait(self) -> None:
-        """Receive the payload; the second time does nothing.
+        """Receive the payload, behind those that were asked for earlier; twice is once.
 
         Raises:
             RuntimeError: another message arrived than the one that is due.
         """
-        if self._header_received is None:
-            return
+        self._inbox.receive_through(self)
+
+    def receive(self) -> None:
+        """Receive the header and then the payload; for the inbox, in the order of messages."""
+        self.listen()
+        assert self._header is not None and self._header_received is not None
         self._header_received.wait()
-        self._header_received = None
         direction, boundary, micro_batch, *shape = self._header.tolist()
         arrived = Message(DIRECTIONS[direction], boundary, micro_batch)
         if arrived != self.message:
@@ -74,6 +87,50 @@ class LateTensor:
         received.wait()
         self.tensor.data = payload
         self._on_arrival(self.message, payload)
+
+
+class Inbox:
+    """Tensors that schedules asked for and did not wait for yet, oldest first, by direction.
+
+    Only the oldest has a receive posted. A header and its payload follow each other on one process
+    group, which gives them to receives in the order of posting; with the header of the second
+    posted before the payload of the first, each would get what is meant for the other. Interleaved
+    schedules ask for several at a time when their micro-batch groups are larger than the pipeline.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[str, deque[LateTensor]] = {name: deque() for name in DIRECTIONS}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._due.values()))
+
+    def expect(
+        self,
+        direction: Direction,
+        message: Message,
+        tensor: Tensor,
+        on_arrival: Callable[[Message, Tensor], None],
+    ) -> LateTensor:
+        """A late tensor for the next message of a direction."""
+        late = LateTensor(self, direction, message, tensor, on_arrival)
+        due = self._due[direction.name]
+        due.append(late)
+        due[0].listen()
+        return late
+
+    def receive_through(self, late: LateTensor) -> None:
+        """Receive everything up to one late tensor, then listen for the one behind it."""
+        due = self._due[late.message.direction]
+        while late in due:
+            due[0].receive()
+            due.popleft()
+            if due:
+                due[0].listen()
+
+    def clear(self) -> None:
+        """Forget what a step that raised was still waiting for."""
+        for due in self._due.values():
+            due.clear()
 
 
 class Outbox:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import stage_layout
-from megatron_residuals.mcore.late import Message, Outbox
+from megatron_residuals.mcore.late import Inbox, Message, Outbox
 from megatron_residuals.mcore.wire import Wire, open_wire
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.source_cache import SourceCache
 
-# The schedules and the blocks of one model hold the same config object of the host.
+# Where the schedules, which know a model's config object alone, find the route of the model.
 ATTRIBUTE = "_megatron_residuals_route"
 _live: weakref.WeakSet[Route] = weakref.WeakSet()
 
@@ -40,6 +40,7 @@ class Route:
     blocks: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     cache: SourceCache = field(default_factory=SourceCache)
     outbox: Outbox = field(default_factory=Outbox)
+    inbox: Inbox = field(default_factory=Inbox)
     _last_training_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
     attended: bool = False
     agreed: bool = False
@@ -50,6 +51,7 @@ class Route:
         """Start a step with nothing of the last one, which may have raised or only run forward."""
         self.attended = True
         self.outbox.drain()
+        self.inbox.clear()
         self.cache.clear()
         self._forwards.clear()
         self._last_training_bytes = self.training_bytes
@@ -97,30 +99,46 @@ def plan_transfer(residual: ResidualConfig, config: Any, num_ranks: int) -> Tran
     return TransferPlan.for_streams(layout, residual.streams if residual.is_streams else 1)
 
 
-def route_for(residual: ResidualConfig, config: Any, pp_group: dist.ProcessGroup) -> Route:
+def route_for(
+    residual: ResidualConfig, config: Any, pp_group: dist.ProcessGroup, chunk: int = 0
+) -> Route:
     """The route of the model that ``config`` belongs to, made by its first block.
 
     Collective over all ranks the first time, when there is more than one pipeline rank.
 
+    Args:
+        chunk: virtual chunk of the block on its rank.
+
     Raises:
         ValueError: another block of this model was built with a different residual configuration.
     """
-    route = route_of(config)
+    num_ranks = pp_group.size()
+    wire = open_wire(pp_group) if num_ranks > 1 else None
+    route = route_of(config) or _route_without(chunk, wire)
     if route is None or route.residual != residual:
         if route is not None and len(route.blocks) > 0:
             raise ValueError(
                 f"one model, two residual configurations: {route.residual} and {residual}; "
                 "give every chunk the same spec"
             )
-        num_ranks = pp_group.size()
-        plan = plan_transfer(residual, config, num_ranks)
-        wire = open_wire(pp_group) if num_ranks > 1 else None
-        route = Route(residual, plan, pp_group.rank(), wire)
+        route = Route(residual, plan_transfer(residual, config, num_ranks), pp_group.rank(), wire)
         if wire is not None:
             route.serial = next(wire.serials)
-        setattr(config, ATTRIBUTE, route)
         _live.add(route)
+    setattr(config, ATTRIBUTE, route)
     return route
+
+
+def _route_without(chunk: int, wire: Wire | None) -> Route | None:
+    """The newest route whose model has been built up to this chunk.
+
+    The training loop of hosts up to 0.18 gives every chunk a config object of its own.
+    """
+    if chunk == 0:
+        return None
+    chunks = set(range(chunk))
+    begun = [r for r in _live if r.wire is wire and {b.vp_stage or 0 for b in r.blocks} == chunks]
+    return max(begun, key=lambda route: route.serial, default=None)
 
 
 def route_of(config: Any) -> Route | None:

@@ -57,11 +57,13 @@ class Retained:
 class _Saved:
     """The holder of one saved tensor; it lives as long as autograd may ask for the tensor."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "key", "storage", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         # Without its history: an operation that saves its own output would keep itself alive.
         self.tensor = tensor.detach()
+        self.storage = tensor.untyped_storage()
+        self.key = self.storage._cdata
 
 
 class RetainedBytes:
@@ -112,7 +114,12 @@ class RetainedBytes:
 
     def sample(self) -> int:
         """Bytes kept now, which also count for the `peak`."""
-        now = self.measure().bytes
+        storages = {saved.key: saved.storage for saved in self._saved}
+        for tensor in self._beside():
+            storages[_storage(tensor)] = tensor.untyped_storage()
+        for tensor in self._excluded:
+            storages.pop(_storage(tensor), None)
+        now = sum(storage.nbytes() for storage in storages.values())
         self.peak = max(self.peak, now)
         return now
 

@@ -82,7 +82,10 @@ class MixStep:
         replay = Replay()
         x, pending = residual(state)
         replay.remember(x, lambda: residual.reread(pending))
+        # a tensor of our own: the host hooks the recomputation of its norm, which reads x, to what
+        # the sublayer returns, and of two hooks on one tensor the host's would run first
         output = sublayer(x)
+        output = output.view_as(output)
         replay.empty(x)
         replay.arm(output)
         return residual.write(pending, output)
