@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What depth sources cost in the pipeline: plain residual, `full` and `delta` beside each other.
 
-    python -m benchmarks.transport [--pp 2 --vpp 4 --rounds 10 ...]
+    python -m benchmarks.transport [--pp 2 --vpp 4 --rounds 9 ...]
 
 Forked CPU ranks over gloo hold all three models and step them in turns, so that whatever else the
 machine does hits all alike. Everything is printed as a ratio within the run, or as a count. What a
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--pp", 2, "pipeline ranks"),
         ("--vpp", 4, "chunks per rank; 1: the schedule without interleaving"),
         ("--block-layers", 2, "layers per AttnRes block"),
-        ("--rounds", 10, "timed steps of each model, and as many with the meter"),
+        ("--rounds", 9, "timed steps of each model, and as many with the meter"),
         ("--timeout-s", 600, "until a hanging run is given up"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{text} (default: {default})")

@@ -35,7 +35,8 @@ TITLES = {
 # Okabe and Ito's palette, told apart with every kind of colour vision; black is the baseline.
 STYLES = (("#000000", "o"), ("#D55E00", "s"), ("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"))
 WARMUP_STEPS = 5  # the first steps allocate and import
-SMOOTHING = 25  # a curve is averaged over this part of its length
+SMOOTHING_SHARE = 0.04  # a curve is averaged over this part of its length, ...
+SMOOTHING_STEPS = 5  # ... and over no fewer steps than this, if it has them
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,11 @@ class Curve:
     values: tuple[float, ...] = ()
 
     def smooth(self) -> Curve:
-        """Trailing mean over one ``SMOOTHING``-th of the curve, from the first full window on."""
+        """Trailing mean over a window of neighbouring values, from the first full one on."""
         if not self.values:
             return self
-        window = max(1, len(self.values) // SMOOTHING)
+        length = len(self.values)
+        window = min(length, max(SMOOTHING_STEPS, int(SMOOTHING_SHARE * length)))
         means = np.convolve(self.values, np.full(window, 1 / window), mode="valid")
         return Curve(self.steps[window - 1 :], tuple(means.tolist()))
 
@@ -101,7 +103,9 @@ def read_run(folder: Path) -> Run:
 
     def curve(name: str) -> Curve:
         logged = events.Scalars(name) if name in tags["scalars"] else []
-        return Curve(tuple(e.step for e in logged), tuple(e.value for e in logged))
+        # Where training ends at an evaluation, Megatron evaluates twice: the last one counts.
+        by_step = {event.step: event.value for event in logged}
+        return Curve(tuple(by_step), tuple(by_step.values()))
 
     def argument(name: str) -> int | None:
         tag = f"{name}/text_summary"  # Megatron writes its arguments as text

@@ -72,7 +72,9 @@ def write_dataset(documents: list[bytes], prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def prepare(prefix: Path, *, max_mib: float, seed: int, root: Path | None = None) -> dict:
+def prepare(
+    prefix: Path, *, max_mib: float, seed: int, root: Path | None = None
+) -> dict[str, object]:
     """Write the data set unless one with the same settings is there; return its summary.
 
     Args:

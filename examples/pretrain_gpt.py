@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,12 @@ REFUSED_ARGS += ("dataloader_inter_document_masking",)
 REFUSED_ARGS_WITH_PROVIDER = ("experimental_attention_variant", "heterogeneous_layers_config_path")
 REFUSED_ARGS_WITH_PROVIDER += ("yaml_cfg", "use_legacy_models")
 
+# --transformer-impl -> middle of the names of Megatron's functions that build its layer spec.
+LAYER_KINDS = {
+    "local": "local",
+    "transformer_engine": "with_transformer_engine",
+    "inference_optimized": "with_inference",
+}
 # GPTDatasetConfig field -> argument, where the two names differ.
 DATASET_ARGS = {
     "random_seed": "seed",
@@ -101,7 +107,7 @@ def stock_layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int |
             qk_l2_norm=args.qk_l2_norm,
             vp_stage=vp_stage,
         )
-    kind = "with_transformer_engine" if use_te else "local"
+    kind = LAYER_KINDS[args.transformer_impl]
     submodules = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_submodules")
     # Every switch of the spec is a config field of the same name; which ones exist depends on the
     # version. fp8 is a leftover that only warns.
@@ -207,7 +213,7 @@ def loss_func(
 
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: GPTModel, return_schedule_plan: bool = False
-) -> tuple[object, partial]:
+) -> tuple[object, Callable[[torch.Tensor], object]]:
     """One micro-batch through one stage; the signature is the one Megatron's schedules call."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()

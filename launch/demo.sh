@@ -27,7 +27,7 @@ export NUM_ATTENTION_HEADS=${NUM_ATTENTION_HEADS:-4} SEQ_LENGTH=${SEQ_LENGTH:-12
 export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-4} GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-8}
 export LR=${LR:-4e-3} MIN_LR=${MIN_LR:-4e-4} SEED=${SEED:-1234}
 if [[ -n $QUICK && $QUICK != 0 ]]; then
-  export TRAIN_ITERS=${TRAIN_ITERS:-30} EVAL_INTERVAL=${EVAL_INTERVAL:-15} EVAL_ITERS=${EVAL_ITERS:-4}
+  export TRAIN_ITERS=${TRAIN_ITERS:-30} EVAL_INTERVAL=${EVAL_INTERVAL:-12} EVAL_ITERS=${EVAL_ITERS:-4}
 else
   export TRAIN_ITERS=${TRAIN_ITERS:-220} EVAL_INTERVAL=${EVAL_INTERVAL:-50} EVAL_ITERS=${EVAL_ITERS:-16}
 fi
@@ -42,6 +42,11 @@ declare -A OPTIONS=([block_attnres]="--residual-block-layers 2")
 # Prints "ITERATION LOSS" of the newest iteration in a log.
 last_iteration() {
   sed -n 's/.* iteration *\([0-9]*\)\/.* lm loss: \([0-9.E+-]*\).*/\1 \2/p' "$1" | tail -n 1
+}
+
+# Prints the validation loss that Megatron takes when training is over.
+final_loss() {
+  sed -n 's/^ *validation loss at .* on validation set | lm loss value: \([0-9.E+-]*\).*/\1/p' "$1"
 }
 
 # One line for the run of process $1 with log $2, renewed every second on a terminal, else every 20.
@@ -74,7 +79,7 @@ fail() {
 }
 
 train() {
-  local run=$1 folder=$OUT/$1 status=0
+  local run=$1 folder=$OUT/$1 status=0 begun=$SECONDS
   rm -rf "$folder"
   mkdir -p "$folder"
   : >"$folder/log.txt" # it is read before the background process has made it
@@ -86,7 +91,8 @@ train() {
   wait "$running" || status=$?
   running=
   ((status == 0)) || fail "$run failed with status $status" "$folder/log.txt"
-  printf '  %-14s done: %s\n' "$run" "$(sed -n 's/^ *\(validation loss at .*on validation set\) | lm loss value: \([0-9.E+-]*\).*/\1: \2/p' "$folder/log.txt" | tail -n 1)"
+  printf '  %-14s iteration %4d/%d   validation loss %.4f   %3d s\n' "$run" \
+    "$TRAIN_ITERS" "$TRAIN_ITERS" "$(final_loss "$folder/log.txt")" $((SECONDS - begun))
 }
 
 running=

@@ -18,6 +18,8 @@ class ModelSizes:
         gated: whether the MLP is gated (SwiGLU, GeGLU), so that its first projection is doubled.
         rope: whether rotary positions are applied to queries and keys.
         vocab_size: 0 leaves the logits out of account.
+        unfused_rms_norm: whether the norms are torch's RMSNorm as it runs on a CPU, which keeps its
+            input in float32 and what it normalised, instead of just its input.
         element_bytes: of activations; what is computed in float32 or wider has `wide_bytes`.
         logit_bytes: what the loss keeps for each logit. The host's keeps float32.
         host_layer_bytes: of one layer's attention and MLP on one rank, for layers that are not the
@@ -36,6 +38,7 @@ class ModelSizes:
     query_groups: int | None = None
     gated: bool = False
     rope: bool = True
+    unfused_rms_norm: bool = False
     vocab_size: int = 0
     tp: int = 1
     sequence_parallel: bool = False
@@ -93,6 +96,18 @@ class ModelSizes:
     def tokens(self) -> int:
         """Tokens of a micro-batch on the residual path and in the norms, on one rank."""
         return self.region_tokens // (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def norm_keeps_input(self) -> bool:
+        """Whether a norm keeps a reference to its input, not a copy in float32."""
+        return not (self.unfused_rms_norm and self.element_bytes < self.wide_bytes)
+
+    @property
+    def norm_bytes(self) -> int:
+        """What a norm keeps for itself: mean and deviation, and what it has computed otherwise."""
+        rows = (2 - self.norm_keeps_input) if self.unfused_rms_norm else 0
+        numbers = rows * self.hidden_size + (1 if self.unfused_rms_norm else 2)
+        return numbers * self.tokens * self.wide_bytes
 
     @property
     def row_bytes(self) -> int:

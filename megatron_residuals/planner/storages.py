@@ -65,17 +65,24 @@ class StageStorages:
     def moments(self) -> tuple[Sizes, ...]:
         """What is there at the height of each replay of the backward, first layer first.
 
-        A replay refills memory that was given up, or builds the graph of its sublayers anew. What
-        is kept for later layers is gone by then. Empty when nothing is replayed.
+        A replay refills memory that was given up, or builds the graph of its sublayers anew; that
+        of coefficients is built again under every policy. What later layers keep is gone by then.
         """
         alive = _sizes(self._front())
         found = []
         for unit in self._units():
             alive |= _sizes(self._kept_by(unit))
-            found += [alive | replayed for replayed in self._replay(unit)]
+            replays = [alive | replayed for replayed in self._replay(unit)]
+            last = unit.sublayers[-1]
             if self._policy == "mix":
                 # a write's backward precedes the replay, and nothing else wanted the output
-                found[-1].pop(f"y:{unit.sublayers.start}", None)
+                replays[-1].pop(f"y:{last}", None)
+            found += replays
+            if self.residual.is_streams:
+                # attention or MLP and what is behind it have gone before the coefficients' turn
+                gone = {f"{name}:{last}" for name in ("y", "host", "norm", "stats", "x")}
+                rest = {name: size for name, size in replays[-1].items() if name not in gone}
+                found.append(rest | {"coefficient graph": self._coefficient_graph_bytes})
         return tuple(found)
 
     def cached(self, *sources: int) -> Sizes:
@@ -117,8 +124,8 @@ class StageStorages:
         if policy in ("block", "block+layer"):
             by_layer = policy == "block+layer"
             yield from block_segments(self._depth, sublayers, by_layer=by_layer)
-        elif policy != "none":
-            length = {"stock full": 2, "mix": 1}.get(policy) or self.group_length
+        else:
+            length = {"stock full": 2, "group": self.group_length}.get(policy, 1)
             for start in sublayers[::length]:
                 stop = min(start + length, sublayers.stop)
                 yield Segment(range(start, stop), self._is_checkpoint)
@@ -142,10 +149,10 @@ class StageStorages:
                 yield fronts | _sizes(s for i in part for s in everything._sublayer(i))
             return
         row = self.sizes.row_bytes
-        refilled = {f"x:{i}": row for i in unit.sublayers}
+        refilled = {f"x:{i}": row for i in unit.sublayers} if self._policy != "none" else {}
         if self._policy == "mix":
             refilled[f"norm:{unit.sublayers.start}"] = row
-        else:
+        elif self._policy == "group":
             inner = unit.sublayers[1:]
             refilled |= _sizes(self._value(self._before(i)) for i in inner)
         yield refilled
@@ -159,11 +166,8 @@ class StageStorages:
             indices = sizes.region_tokens * 8 * (1 if sizes.rope else 2)
             yield Storage("token indices", indices, OUTSIDE)
         if self.stock_full and self.sublayers:
-            # arguments of the host's checkpoints; those of blocks leave them to who has them
+            # an argument of the host's checkpoints; those of blocks leave it to who has it
             yield self._mask
-            if sizes.rope:
-                angles = sizes.seq_length // sizes.cp * sizes.head_size * sizes.wide_bytes
-                yield Storage("angles", angles, OUTSIDE)
 
     def _inside(self) -> Iterator[Storage]:
         if self._is_checkpoint:
@@ -186,9 +190,9 @@ class StageStorages:
                 weights = residual.streams * sizes.tokens * sizes.wide_bytes
                 yield Storage("contraction weights", weights, RESIDUAL)
         if self.stage == self.plan.layout.num_stages - 1:
-            yield Storage("hidden", sizes.row_bytes, OUTSIDE)
+            yield Storage("hidden", sizes.row_bytes * sizes.norm_keeps_input, OUTSIDE)
             yield Storage("hidden normed", sizes.row_bytes, OUTSIDE)
-            yield Storage("hidden stats", self._norm_stats_bytes, OUTSIDE)
+            yield Storage("hidden stats", sizes.norm_bytes, OUTSIDE)
             logits = sizes.region_tokens * sizes.vocab_size // sizes.tp
             yield Storage("logits", logits * sizes.logit_bytes, OUTSIDE)
             yield Storage("labels", sizes.region_tokens * 8 if logits else 0, OUTSIDE)
@@ -200,18 +204,22 @@ class StageStorages:
             yield self._mask
         yield Storage(f"host:{i}", host.mlp if i % 2 else host.attention, HOST)
         if self._policy == "none":
-            yield Storage(f"stats:{i}", self._norm_stats_bytes, RESIDUAL)
+            yield Storage(f"stats:{i}", sizes.norm_bytes, RESIDUAL)
             yield Storage(f"norm:{i}", sizes.row_bytes, RESIDUAL)
             if residual.mechanism != "residual":
-                yield Storage(f"x:{i}", sizes.row_bytes, RESIDUAL)
-        starts_group = (i - self.sublayers.start) % self.group_length == 0
-        if self._policy != "group" or starts_group:
+                yield Storage(f"x:{i}", sizes.row_bytes * sizes.norm_keeps_input, RESIDUAL)
+        if self._keeps_state(i):
             yield from self._state(i)
         if residual.is_streams:
             yield Storage(f"y:{i}", sizes.row_bytes, RESIDUAL)
             yield Storage(f"coefficients:{i}", self._coefficient_bytes, RESIDUAL)
         elif self.plan.depth is not None:
             yield self._scores(i)
+
+    def _keeps_state(self, i: int) -> bool:
+        if self._policy == "group":
+            return (i - self.sublayers.start) % self.group_length == 0
+        return self.residual.mechanism != "residual" or self.sizes.norm_keeps_input
 
     def _scores(self, i: int) -> Storage:
         """Two numbers per token for every source that sublayer i (or the end) reads."""
@@ -228,9 +236,22 @@ class StageStorages:
         return copies * (2 * n + n * n) * self.sizes.tokens * self.sizes.wide_bytes
 
     @property
-    def _norm_stats_bytes(self) -> int:
-        """Mean and inverse deviation of a LayerNorm; an RMSNorm has one of the two."""
-        return 2 * self.sizes.tokens * self.sizes.wide_bytes
+    def _coefficient_graph_bytes(self) -> int:
+        """The graph of one sublayer's coefficients, which backward builds again.
+
+        mHC first that of gates and Sinkhorn iterates, then that of the logits; HC that of its
+        normalised streams. In 16-bit models both work on a copy of the streams in float32.
+        """
+        residual, sizes, n = self.residual, self.sizes, self.residual.streams
+        copied = n * sizes.hidden_size
+        copies = copied if sizes.element_bytes < sizes.wide_bytes else 0
+        if residual.mechanism == "hc":
+            numbers = copied + copies + n * (n + 4) if residual.hc_dynamic else 0
+        else:
+            steps = 2 * residual.mhc_sinkhorn_iterations
+            sums = (steps - 1) * n if residual.mhc_convention == "dsv4" else n * n
+            numbers = max(steps * n * n + sums + 2 * n, copies + 2 * n + n * n + 1)
+        return numbers * sizes.tokens * sizes.wide_bytes
 
     @property
     def _mask(self) -> Storage:

@@ -73,7 +73,7 @@ class RetainedBytes:
     autograd engine runs for this one. Inside other saved-tensor hooks, those apply instead.
 
     Args:
-        exclude: tensors whose storages are never counted; the parameters.
+        exclude: tensors whose storages are never counted, as parameters.
         beside: gives tensors that are kept beside autograd and count as well, as those in a cache.
         sample_backward: take a sample whenever a backward fetches a saved tensor, as at the height
             of a replay. Slow.
@@ -106,6 +106,10 @@ class RetainedBytes:
         trace: TracebackType | None,
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
+
+    def exclude(self, *tensors: Tensor) -> None:
+        """Never count the storages of these from now on."""
+        self._excluded.extend(tensors)
 
     def measure(self) -> Retained:
         """What is kept now."""

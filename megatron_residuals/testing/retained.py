@@ -52,6 +52,7 @@ def model_sizes(toy: ToyGPT) -> ModelSizes:
         query_groups=overrides.get("num_query_groups"),
         gated=overrides.get("gated_linear_unit", False),
         rope=toy.positions == "rope",
+        unfused_rms_norm=toy.normalization == "RMSNorm",
         vocab_size=toy.vocab_size * toy.tp,
         tp=toy.tp,
         sequence_parallel=toy.sequence_parallel,
@@ -72,6 +73,12 @@ def _measure_rank(toy: ToyGPT, spec: SpecLike) -> Measured:
     with RetainedBytes(
         exclude=parameters, beside=lambda: _cached(chunks), sample_backward=True
     ) as retained:
+        # rotary angles are computed once for all steps
+        for chunk in chunks:
+            if toy.positions == "rope":
+                chunk.rotary_pos_emb.register_forward_hook(
+                    lambda module, inputs, output: retained.exclude(output)
+                )
         with _watched_forward(retained) as growth:
             toy_gpt.train_step(chunks, toy)
         left = retained.measure().bytes

@@ -112,12 +112,25 @@ def test_the_figures_do_not_depend_on_how_many_events_there_are(tmp_path: Path) 
     assert run.train == Curve(tuple(range(1, 10_051)), tuple(losses))
 
 
-def test_smoothing_is_a_trailing_mean_that_starts_with_a_full_window() -> None:
-    steps, values = tuple(range(1, 51)), tuple(float(i * i) for i in range(50))
+@pytest.mark.parametrize(("length", "window"), [(3, 3), (20, 5), (200, 8)])
+def test_smoothing_is_a_trailing_mean_that_starts_with_a_full_window(
+    length: int, window: int
+) -> None:
+    steps, values = tuple(range(1, length + 1)), tuple(float(i * i) for i in range(length))
     smooth = Curve(steps, values).smooth()
-    assert smooth.steps == steps[1:]
-    assert smooth.values == pytest.approx([(values[i] + values[i + 1]) / 2 for i in range(49)])
-    assert Curve((7,), (1.5,)).smooth() == Curve((7,), (1.5,))
+    assert smooth.steps == steps[window - 1 :]
+    means = [np.mean(values[i : i + window]) for i in range(length - window + 1)]
+    assert smooth.values == pytest.approx(means)
+
+
+def test_an_empty_curve_stays_empty() -> None:
+    assert Curve().smooth() == Curve()
+
+
+def test_of_two_evaluations_at_one_iteration_the_last_counts(tmp_path: Path) -> None:
+    # Training that ended at an evaluation had two marks, and gaps that compared one with the other.
+    write_events(tmp_path / "mhc", seconds=SECONDS, losses=[4.0] * 4)
+    assert demo_report.read_run(tmp_path / "mhc").validation == Curve((4,), (2.25,))
 
 
 def test_gaps_are_taken_where_both_runs_have_a_value() -> None:
@@ -132,7 +145,7 @@ def test_the_gap_of_the_baseline_is_zero_and_that_of_others_has_validation_marks
     other = Run("mhc", train=Curve((1, 2), (3.0, 4.5)), validation=Curve((2,), (4.0,)))
     demo_report.plot_gaps(axes, [baseline, other], baseline)
     lines = [list(line.get_ydata()) for line in axes.get_lines()]
-    assert lines == [[0, 0], [-2.0, 0.5], [-0.5]]
+    assert lines == [[0], [-0.75], [-0.5]]  # two steps smoothed to one, and the mark
 
 
 @pytest.mark.parametrize(("last", "cut"), [(2.0, True), (3.5, False)])
@@ -140,8 +153,9 @@ def test_the_first_steps_are_cut_off_once_the_loss_is_below_the_unigrams(
     last: float, cut: bool
 ) -> None:
     axes = Figure().subplots()
-    demo_report.plot_losses(axes, [Run("residual", train=Curve((1, 2), (6.0, last)))], 3.0)
-    assert (axes.get_ylim()[1] < 6.0) == cut
+    curve = Curve(tuple(range(9)), (*[6.0] * 8, last))
+    demo_report.plot_losses(axes, [Run("residual", train=curve)], 3.0)
+    assert (axes.get_ylim()[1] < 5.0) == cut
 
 
 def test_every_run_has_one_legend_entry_and_a_colour_of_its_own() -> None:
@@ -151,7 +165,7 @@ def test_every_run_has_one_legend_entry_and_a_colour_of_its_own() -> None:
     demo_report.plot_losses(axes, runs, 3.0)
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == [*demo_report.TITLES.values(), "unigram entropy of the data"]
-    curves = [line for line in axes.get_lines() if len(line.get_xdata()) == 9]
+    curves = [line for line in axes.get_lines() if len(line.get_xdata()) == 5]
     assert len({line.get_color() for line in curves}) == len(runs)
 
 

@@ -1,0 +1,119 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a stage is cut for recomputation: every small case, and the figures of the paper's formula."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_residuals.depth import DepthMap
+from megatron_residuals.recompute.segments import (
+    Segment,
+    block_segments,
+    group_length,
+    layer_ranges,
+)
+
+LAYERS = 6
+
+
+def stages() -> Iterator[tuple[DepthMap, range]]:
+    """Every block length and every contiguous run of layers of a small model."""
+    for block_sublayers in range(1, 2 * LAYERS + 2):
+        depth = DepthMap(LAYERS, block_sublayers)
+        for start, stop in itertools.combinations_with_replacement(range(LAYERS + 1), 2):
+            yield depth, range(2 * start, 2 * stop)
+
+
+def joined(parts: tuple[range, ...]) -> list[int]:
+    return [sublayer for part in parts for sublayer in part]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_block_segments_partition_the_stage_in_order(by_layer: bool) -> None:
+    for depth, sublayers in stages():
+        segments = block_segments(depth, sublayers, by_layer=by_layer)
+        assert joined(tuple(segment.sublayers for segment in segments)) == list(sublayers)
+        assert all(segment.checkpoint and len(segment.sublayers) > 0 for segment in segments)
+
+
+def test_a_stage_is_cut_exactly_where_blocks_open() -> None:
+    for depth, sublayers in stages():
+        starts = [s.sublayers.start for s in block_segments(depth, sublayers, by_layer=False)]
+        assert set(starts[1:]) == {
+            i for i in sublayers if depth.opens_block(i) and i != sublayers.start
+        }
+        # a block that a stage cuts is one segment in each of the two stages
+        assert starts[:1] == list(sublayers[:1])
+
+
+def test_a_segment_never_spans_two_blocks() -> None:
+    for depth, sublayers in stages():
+        for segment in block_segments(depth, sublayers, by_layer=False):
+            assert len({i // depth.block_sublayers for i in segment.sublayers}) == 1
+
+
+def test_inner_checkpoints_are_the_layers_of_each_segment_or_none() -> None:
+    for depth, sublayers in stages():
+        for segment in block_segments(depth, sublayers, by_layer=False):
+            assert segment.inner == ()
+        for segment in block_segments(depth, sublayers, by_layer=True):
+            assert joined(segment.inner) == list(segment.sublayers)
+            assert all(len({i // 2 for i in part}) == 1 for part in segment.inner)
+            layers = {i // 2 for i in segment.sublayers}
+            assert len(segment.inner) == len(layers)
+
+
+def test_a_printed_example() -> None:
+    """Blocks of five sublayers; a stage of layers 1 to 4, which cuts blocks at both ends."""
+    assert block_segments(DepthMap(6, 5), range(2, 10), by_layer=True) == [
+        Segment(range(2, 5), True, (range(2, 4), range(4, 5))),
+        Segment(range(5, 10), True, (range(5, 6), range(6, 8), range(8, 10))),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+def test_layer_ranges_partition_at_every_nth_layer_boundary(size: int, every: int) -> None:
+    for start, stop in itertools.combinations_with_replacement(range(13), 2):
+        parts = layer_ranges(range(start, stop), size, every)
+        assert joined(parts) == list(range(start, stop))
+        assert all(len(part) > 0 for part in parts)
+        first_layer = start // size
+        assert all(
+            part.start % size == 0 and (part.start // size - first_layer) % every == 0
+            for part in parts[1:]
+        )
+        assert all(len(part) <= every * size for part in parts)
+        assert len(parts) == (-(-(stop - first_layer * size) // (every * size)) if parts else 0)
+
+
+# Sublayers of a stage, r, and what is kept then in streams per token (mHC with n = 4).
+FIGURES = [(24, 4, 48), (36, 4, 60), (60, 6, 76), (86, 8, 92), (122, 9, 110)]
+
+
+@pytest.mark.parametrize(("sublayers", "length", "kept"), FIGURES)
+def test_group_lengths_are_those_of_the_formula_for_known_models(
+    sublayers: int, length: int, kept: int
+) -> None:
+    assert group_length(4, sublayers) == length
+    assert 4 * -(-sublayers // length) + 6 * length == kept
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_no_other_length_is_cheaper_and_the_smallest_wins(n: int) -> None:
+    for sublayers in range(1, 150):
+        chosen = group_length(n, sublayers)
+        costs = {r: n * math.ceil(sublayers / r) + (n + 2) * r for r in range(1, sublayers + 1)}
+        assert costs[chosen] == min(costs.values())
+        assert chosen == min(r for r, cost in costs.items() if cost == costs[chosen])
+
+
+def test_a_stage_without_sublayers_has_no_segment_and_any_length() -> None:
+    assert block_segments(DepthMap(4, 2), range(4, 4), by_layer=True) == []
+    assert layer_ranges(range(4, 4), 2) == ()
+    assert group_length(4, 0) == 1
