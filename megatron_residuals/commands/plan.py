@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
+from megatron_residuals.commands.arguments import (
+    ELEMENT_BYTES,
+    Subparsers,
+    add_layout_options,
+    add_size_options,
+    stage_layout,
+)
 from megatron_residuals.config import TRANSPORTS
 from megatron_residuals.depth import DepthMap, count_faults, raise_faults
-from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.plan import TransferPlan
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 EXAMPLES = """\
 examples:
@@ -53,104 +53,13 @@ def register(commands: Subparsers) -> None:
     )
     add("--transport", choices=TRANSPORTS, default="delta", help="AttnRes only (default: delta)")
     add("--json", action="store_true", help="print JSON instead of the table")
-    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="P", help="ranks")
-    _add_layout_options(parser.add_argument_group("layers per stage (default: all equal)"))
-    _add_size_options(parser.add_argument_group("sizes (give the first three to see bytes)"))
+    add_layout_options(parser.add_argument_group("layers per stage (default: all equal)"))
+    add_size_options(parser.add_argument_group("sizes (give the first three to see bytes)"))
     parser.set_defaults(handler=run_plan)
 
 
-def _add_layout_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--vpp",
-        "--num-virtual-stages-per-pipeline-rank",
-        type=int,
-        metavar="V",
-        help="virtual chunks per rank (default: 1, or what --layout says)",
-    )
-    add(
-        "--layout",
-        "--pipeline-model-parallel-layout",
-        metavar="TEXT",
-        help="Megatron-Core's layout string; --layers and --vpp follow from it",
-    )
-    add(
-        "--first-stage-layers",
-        "--decoder-first-pipeline-num-layers",
-        type=int,
-        metavar="N",
-        help="layers of the first pipeline rank, all its chunks together",
-    )
-    add(
-        "--last-stage-layers",
-        "--decoder-last-pipeline-num-layers",
-        type=int,
-        metavar="N",
-        help="layers of the last pipeline rank, all its chunks together",
-    )
-    add(
-        "--account-for-embedding-in-pipeline-split",
-        action="store_true",
-        help="the embedding takes the place of one layer",
-    )
-    add(
-        "--account-for-loss-in-pipeline-split",
-        action="store_true",
-        help="the loss takes the place of one layer",
-    )
-
-
-def _add_size_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--seq-length", type=int, metavar="TOKENS", help="of the whole sequence")
-    add("--micro-batch-size", type=int, metavar="B", help="sequences per micro-batch")
-    add("--hidden-size", type=int, metavar="H", help="of the model")
-    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="T", help="ranks")
-    add("--sequence-parallel", action="store_true", help="split the sequence over the --tp ranks")
-    add("--cp", "--context-parallel-size", type=int, default=1, metavar="C", help="ranks")
-    add("--dtype", choices=ELEMENT_BYTES, default="bf16", help="of activations (default: bf16)")
-
-
-def _stage_layout(args: argparse.Namespace) -> StageLayout:
-    uneven = args.first_stage_layers is not None or args.last_stage_layers is not None
-    accounted = (
-        args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
-    )
-    if (args.layout is not None) + uneven + accounted > 1:
-        raise ValueError(
-            "more than one of --layout, --first/--last-stage-layers and "
-            "--account-for-*-in-pipeline-split; each describes all stages, give one."
-        )
-    if args.layout is not None:
-        layout = StageLayout.parse(args.layout, args.pp, args.layers)
-        if args.vpp not in (None, layout.num_chunks):
-            raise ValueError(
-                f"--vpp is {args.vpp}, but --layout has {layout.num_stages} stages for {args.pp} "
-                f"ranks, which is {layout.num_chunks} chunks per rank; leave --vpp out."
-            )
-        return layout
-    if args.layers is None:
-        raise ValueError("the depth is missing; give --layers, or --layout.")
-    num_chunks = 1 if args.vpp is None else args.vpp
-    if uneven:
-        return StageLayout.uneven(
-            args.layers,
-            args.pp,
-            num_chunks,
-            first=args.first_stage_layers,
-            last=args.last_stage_layers,
-        )
-    return StageLayout.even(
-        args.layers,
-        args.pp,
-        num_chunks,
-        account_for_embedding=args.account_for_embedding_in_pipeline_split,
-        account_for_loss=args.account_for_loss_in_pipeline_split,
-    )
-
-
 def _transfer_plan(args: argparse.Namespace) -> TransferPlan:
-    layout = _stage_layout(args)
+    layout = stage_layout(args)
     if args.streams is not None:
         return TransferPlan.for_streams(layout, args.streams)
     if args.block_layers is not None:

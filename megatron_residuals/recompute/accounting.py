@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
@@ -91,7 +91,9 @@ class RetainedBytes:
     ) -> None:
         self.peak = 0
         self._beside = beside
-        self._excluded, self._sample_backward = list(exclude), sample_backward
+        self._excluded: dict[int, Tensor] = {}
+        self._sample_backward = sample_backward
+        self.exclude(*exclude)
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -109,7 +111,8 @@ class RetainedBytes:
 
     def exclude(self, *tensors: Tensor) -> None:
         """Never count the storages of these from now on."""
-        self._excluded.extend(tensors)
+        # the tensors too: the key of one that has died may come back
+        self._excluded.update((_key(tensor), tensor) for tensor in tensors)
 
     def measure(self) -> Retained:
         """What is kept now."""
@@ -120,10 +123,10 @@ class RetainedBytes:
         """Bytes kept now, which also count for the `peak`."""
         storages = {saved.key: saved.storage for saved in self._saved}
         for tensor in self._beside():
-            storages[_storage(tensor)] = tensor.untyped_storage()
-        for tensor in self._excluded:
-            storages.pop(_storage(tensor), None)
-        now = sum(storage.nbytes() for storage in storages.values())
+            storages[_key(tensor)] = tensor.untyped_storage()
+        now = sum(
+            storage.nbytes() for key, storage in storages.items() if key not in self._excluded
+        )
         self.peak = max(self.peak, now)
         return now
 
@@ -145,14 +148,14 @@ def reachable_bytes(exclude: Iterable[Tensor] = ()) -> Retained:
     """
     gc.collect()
     # type, not isinstance: that would wake up lazy objects of other libraries
-    return _count((each for each in gc.get_objects() if issubclass(type(each), Tensor)), exclude)
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    return _count(tensors, {_key(tensor) for tensor in exclude})
 
 
-def _count(tensors: Iterable[Tensor], exclude: Iterable[Tensor]) -> Retained:
-    excluded = {_storage(tensor) for tensor in exclude}
+def _count(tensors: Iterable[Tensor], excluded: Container[int]) -> Retained:
     largest: dict[int, Tensor] = {}
     for tensor in tensors:
-        key = _storage(tensor)
+        key = _key(tensor)
         if key in excluded or tensor.untyped_storage().nbytes() == 0:
             continue
         if key not in largest or tensor.numel() > largest[key].numel():
@@ -164,6 +167,6 @@ def _count(tensors: Iterable[Tensor], exclude: Iterable[Tensor]) -> Retained:
     return Retained(sum(by_shape.values()), len(largest), by_shape)
 
 
-def _storage(tensor: Tensor) -> int:
+def _key(tensor: Tensor) -> int:
     # the storage object, not its memory: an emptied storage has no address
     return tensor.untyped_storage()._cdata

@@ -159,7 +159,6 @@ def test_help_is_the_head_of_the_script() -> None:
     assert "RESIDUAL=none" in result.stdout and "set -euo" not in result.stdout
 
 
-@pytest.mark.host
 @pytest.mark.filterwarnings("ignore:'type' is deprecated:DeprecationWarning")  # Megatron's parser
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_megatron_knows_every_flag(device: str) -> None:
@@ -192,7 +191,6 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_two_cpu_ranks_train_block_attnres_through_torchrun(tmp_path: Path) -> None:
