@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_residuals._version import __version__
-from megatron_residuals.commands import doctor, plan
+from megatron_residuals.commands import doctor, memory, plan
 
 PROGRAM = "megatron-residuals"
-COMMANDS = (plan, doctor)
+COMMANDS = (plan, memory, doctor)
 
 EXAMPLES = """\
 examples:

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from megatron_residuals.pipeline.layout import StageLayout
 
-if TYPE_CHECKING:
-    Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 

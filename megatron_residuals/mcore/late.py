@@ -168,7 +168,3 @@ class Outbox:
             works, _ = self._items.pop(0)
             for work in works:
                 work.wait()
-
-    def discard(self) -> None:
-        """Forget sends whose receiver may never come, after a step that raised."""
-        self._items.clear()

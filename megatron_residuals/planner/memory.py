@@ -31,9 +31,9 @@ class RankMemory:
     """Bytes on one pipeline rank.
 
     Attributes:
-        kept_bytes: by the layers, for one micro-batch, all its stages together.
-        kept_parts: the same by part, and beside it ``outside_layers``, which is not in `kept_bytes`:
-            indices, final norm, logits; the same under every policy.
+        kept_bytes: by the layers, for one micro-batch, all its stages on the rank together.
+        kept_parts: the same by part. Beside them ``outside_layers``, not in `kept_bytes`: indices,
+            mask, final norm and logits, about the same under every policy.
         transient_bytes: what the largest replay of a backward holds besides.
         in_flight: most passes between forward and backward at a time, each one stage.
         peak_bytes: most at any moment of a step: all in flight, outside parts and replays included.
@@ -73,8 +73,7 @@ class MemoryPlan:
     @cached_property
     def policies(self) -> tuple[str, ...]:
         """The policies that the mechanism knows, least extra work first."""
-        known = [name for name, mechanisms in RECOMPUTE.items()]
-        return tuple(name for name in known if self.residual.mechanism in RECOMPUTE[name])
+        return tuple(name for name, ours in RECOMPUTE.items() if self.residual.mechanism in ours)
 
     def predict(self, policy: str | None = None) -> Prediction:
         """The configured policy, or another.
@@ -105,6 +104,19 @@ class MemoryPlan:
                 return prediction
         return None
 
+    @cached_property
+    def least(self) -> Prediction:
+        """The policy with the lowest peak, the one with the least extra work of equals."""
+        return min(map(self.predict, self.policies), key=lambda each: each.worst.peak_bytes)
+
+    def group_lengths(self, policy: str) -> list[int]:
+        """Sublayers of a group on each stage that has layers, repetitions left out; or nothing."""
+        if not policy.startswith("group"):
+            return []
+        residual = dataclasses.replace(self.residual, recompute=policy)
+        lengths = {s.group_length for s in self._stages(residual) if s.sublayers}
+        return sorted(lengths)
+
     def transfer_plan(self, residual: ResidualConfig) -> TransferPlan:
         """What crosses the stages of this layout."""
         depth = residual.depth_map(self.layout.num_layers)
@@ -114,13 +126,16 @@ class MemoryPlan:
         return TransferPlan.for_streams(self.layout, streams)
 
     def _predict(self, name: str, residual: ResidualConfig, *, stock_full: bool) -> Prediction:
+        stages = self._stages(residual, stock_full)
+        ranks = range(self.layout.num_ranks)
+        return Prediction(name, tuple(self._rank(rank, stages) for rank in ranks))
+
+    def _stages(self, residual: ResidualConfig, stock_full: bool = False) -> list[StageStorages]:
         plan = self.transfer_plan(residual)
-        stages = [
+        return [
             StageStorages(plan, residual, self.sizes, g, stock_full)
             for g in range(self.layout.num_stages)
         ]
-        ranks = range(self.layout.num_ranks)
-        return Prediction(name, tuple(self._rank(rank, stages) for rank in ranks))
 
     def _rank(self, rank: int, stages: list[StageStorages]) -> RankMemory:
         own = stages[rank :: self.layout.num_ranks]

@@ -160,7 +160,7 @@ class StageStorages:
     # what is kept
 
     def _front(self) -> Iterator[Storage]:
-        """Kept in front of the layers: by the embedding, and by every one of the host's checkpoints."""
+        """Kept in front of the layers: by the embedding, and by the host's checkpoints alike."""
         sizes = self.sizes
         if self.stage == 0:
             indices = sizes.region_tokens * 8 * (1 if sizes.rope else 2)

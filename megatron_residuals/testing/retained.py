@@ -8,6 +8,7 @@ Call ``megatron_residuals.testing.install()`` before importing this: it imports 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,10 +16,14 @@ from unittest import mock
 import torch
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.planner.memory import MemoryPlan
 from megatron_residuals.planner.sizes import ModelSizes
 from megatron_residuals.recompute.accounting import RetainedBytes
 from megatron_residuals.testing import run_ranks, toy_gpt
+from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import SpecLike, ToyGPT
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Measured(NamedTuple):
@@ -38,6 +43,59 @@ class Measured(NamedTuple):
 def measure_step(toy: ToyGPT, spec: SpecLike = None, *, timeout_s: float = 100) -> list[Measured]:
     """One training step of the toy on forked ranks, and what each of them kept."""
     return run_ranks(toy.world_size, _measure_rank, toy, spec, timeout_s=timeout_s)
+
+
+def measure_plan(plan: MemoryPlan, dtype: str) -> dict[str, dict[str, int]]:
+    """By policy of the plan: kept and peak bytes of the worst rank, measured and predicted.
+
+    Runs the toy with the plan's sizes, a small vocabulary and the ranks that the plan has.
+    ``dtype`` is bf16, fp16 or fp32, as the plan's element size says.
+    """
+    toy = _toy(plan, dtype)
+    same = dataclasses.replace(plan, sizes=model_sizes(toy))
+    found = {}
+    for policy in plan.policies:
+        residual = dataclasses.replace(plan.residual, recompute=policy)
+        predicted = same.predict(policy)
+        measured = measure_step(toy, spec_for(residual), timeout_s=600)[:: toy.tp]
+        worst = predicted.worst
+        found[policy] = {
+            "rank": worst.rank,
+            "kept_bytes": measured[worst.rank].kept_bytes,
+            "kept_bytes_predicted": sum(worst.kept_parts.values()),
+            "peak_bytes": measured[worst.rank].peak_bytes,
+            "peak_bytes_predicted": worst.peak_bytes,
+        }
+    return found
+
+
+def _toy(plan: MemoryPlan, dtype: str) -> ToyGPT:
+    sizes, layout = plan.sizes, plan.layout
+    overrides: dict[str, Any] = {"ffn_hidden_size": sizes.ffn_hidden_size}
+    if sizes.query_groups is not None:
+        overrides["num_query_groups"] = sizes.query_groups
+    if sizes.gated:
+        overrides |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    if layout.num_ranks > 1:
+        overrides["pipeline_model_parallel_layout"] = layout_text(layout)
+    if dtype in ("bf16", "fp16"):
+        overrides[dtype] = True
+    return ToyGPT(
+        num_layers=layout.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_heads=sizes.num_heads,
+        seq_length=sizes.seq_length,
+        micro_batch_size=sizes.micro_batch_size,
+        num_microbatches=plan.num_microbatches,
+        tp=sizes.tp,
+        pp=layout.num_ranks,
+        vpp=layout.num_chunks if layout.num_chunks > 1 else None,
+        sequence_parallel=sizes.sequence_parallel,
+        dtype=DTYPES[dtype],
+        positions="rope" if sizes.rope else "learned_absolute",
+        bias=False,
+        config_overrides=overrides,
+    )
 
 
 def model_sizes(toy: ToyGPT) -> ModelSizes:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner predicts is what autograd keeps, for every policy, on the host's own schedules."""
+"""What the planner predicts is what autograd keeps, for every policy and schedule."""
 
 from __future__ import annotations
 
