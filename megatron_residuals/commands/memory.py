@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import logging
+import sys
+import warnings
 from typing import Any
 
 from megatron_residuals.commands.arguments import (
@@ -177,12 +181,20 @@ def _measure(plan: MemoryPlan, args: argparse.Namespace) -> dict[str, dict[str, 
     if args.host_layer_bytes is not None:
         faults.append("--host-layer-bytes is not of the CPU host's layers; leave it out.")
     raise_faults("--measure", faults)
-    from megatron_residuals.testing import cpu_host
+    # Megatron warns of every accelerator library that is not there, some of it on stdout.
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            from megatron_residuals.testing import cpu_host
 
-    cpu_host.install()
-    from megatron_residuals.testing.retained import measure_plan
+            cpu_host.install()
+            from megatron_residuals.testing.retained import measure_plan
 
-    return measure_plan(plan, args.dtype)
+            return measure_plan(plan, args.dtype)
+    finally:
+        logging.disable(level)
 
 
 def policy_names(plan: MemoryPlan) -> list[str]:

@@ -111,8 +111,9 @@ class ResidualP2PCommunicator(P2PCommunicator):
         """Start one direction: the tensor to be filled, and the handles of send and receive."""
         leaving = self._next_message(direction.name, "send") if send is not None else None
         arriving = self._next_message(direction.name, "receive") if receive else None
-        if send is not None and not send.is_contiguous():
-            send = send.contiguous()
+        if send is not None:
+            # hosts up to 0.17 empty an output that is still being sent: hold its memory
+            send = send.detach().contiguous()
         if self.config.variable_seq_lengths or self._route.residual.check_messages:
             return self._exchange_late(direction, leaving, send, arriving)
         buffer = None

@@ -139,14 +139,11 @@ class StageStorages:
 
     def _replay(self, unit: Segment) -> Iterator[Sizes]:
         """What a unit's replay adds; one entry for each part that is replayed by itself."""
-        everything = dataclasses.replace(
-            self, residual=dataclasses.replace(self.residual, recompute="none"), stock_full=False
-        )
         if self._is_checkpoint:
             fronts: Sizes = {}
             for part in unit.inner or (unit.sublayers,):
-                fronts |= _sizes(everything._state(part.start))
-                yield fronts | _sizes(s for i in part for s in everything._sublayer(i))
+                fronts |= _sizes(self._everything._state(part.start))
+                yield fronts | _sizes(s for i in part for s in self._everything._sublayer(i))
             return
         row = self.sizes.row_bytes
         refilled = {f"x:{i}": row for i in unit.sublayers} if self._policy != "none" else {}
@@ -156,6 +153,12 @@ class StageStorages:
             inner = unit.sublayers[1:]
             refilled |= _sizes(self._value(self._before(i)) for i in inner)
         yield refilled
+
+    @cached_property
+    def _everything(self) -> StageStorages:
+        """The same stage when nothing is recomputed, which is what a checkpoint's replay builds."""
+        residual = dataclasses.replace(self.residual, recompute="none")
+        return dataclasses.replace(self, residual=residual, stock_full=False)
 
     # what is kept
 
@@ -270,11 +273,18 @@ class StageStorages:
     def _state(self, i: int) -> Iterator[Storage]:
         """The state in front of sublayer i: finished sources, then what `_before` names."""
         if self.plan.depth is not None:
-            for source in range(self._depth.num_sources(i)):
-                last = max(self._depth.block_range(source), default=-1)
-                here = last >= self.sublayers.start
-                yield self._value(f"after:{last}" if here else self._location(source))
+            yield from self._sources[: self._depth.num_sources(i)]
         yield self._value(self._before(i))
+
+    @cached_property
+    def _sources(self) -> list[Storage]:
+        """Every source that is finished by the end of this stage, by its id."""
+        names = []
+        for source in range(self._depth.num_sources(self.sublayers.stop)):
+            last = self._last_sublayer(source)
+            here = last >= self.sublayers.start
+            names.append(f"after:{last}" if here else self._location(source))
+        return [self._value(name) for name in names]
 
     def _before(self, i: int) -> str:
         if i > self.sublayers.start:
@@ -285,16 +295,25 @@ class StageStorages:
 
     def _location(self, source: int) -> str:
         """The storage in which this rank has a source from another stage, or for one."""
-        rank = self.plan.layout.rank(self.stage)
         boundary = self.plan.boundary_into(self.stage)
-        owner, by_wire = self.stage, boundary is not None and source in boundary.arrivals
-        for life in self.plan.lives:
-            if (life.rank, life.source) == (rank, source):
-                owner, by_wire = life.owner, life.by_wire
-        last = max(self._depth.block_range(source), default=-1)
+        arrives = boundary is not None and source in boundary.arrivals
+        owner, by_wire = self._owners.get(source, (self.stage, arrives))
+        last = self._last_sublayer(source)
         if by_wire:
             return f"payload:{owner}"
         return f"after:{last}" if last >= 0 else "embedding"
+
+    def _last_sublayer(self, source: int) -> int:
+        """The sublayer that finishes a source; -1 for the embedding."""
+        block = self._depth.block_range(source)
+        return block[-1] if block else -1
+
+    @cached_property
+    def _owners(self) -> dict[int, tuple[int, bool]]:
+        """By source that stages of this rank share: the stage that has it first, and if by wire."""
+        rank = self.plan.layout.rank(self.stage)
+        lives = (life for life in self.plan.lives if life.rank == rank)
+        return {life.source: (life.owner, life.by_wire) for life in lives}
 
     def _value(self, name: str) -> Storage:
         rows = 1

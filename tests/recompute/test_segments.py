@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a stage is cut for recomputation: every small case, and the figures of the paper's formula."""
+"""How a stage is cut for recomputation: every small case, and the figures of the formula."""
 
 from __future__ import annotations
 
