@@ -24,16 +24,17 @@ class GradientBuffer:
 
     def add(self, gradient: Tensor) -> None:
         """Add one reader's gradient, in float32; the tensor is the buffer's from now on."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            # what is left of a backward that did not reach the source, for it was not asked to
-            self._total, self._backward = None, backward
-        self._total = gradient if self._total is None else self._total.add_(gradient)
+        total = self.take()
+        self._total = gradient if total is None else total.add_(gradient)
+        self._backward = torch._C._current_graph_task_id()
 
     def take(self) -> Tensor | None:
-        """The sum, leaving the buffer empty; None when no reader has sent anything."""
+        """The sum of this backward, leaving the buffer empty; None when no reader has sent any.
+
+        What an earlier backward left is dropped: it ran readers and was not to reach the source.
+        """
         total, self._total = self._total, None
-        return total
+        return total if self._backward == torch._C._current_graph_task_id() else None
 
 
 class _Collect(torch.autograd.Function):

@@ -63,6 +63,7 @@ class ResidualLayerMixin:
         self.mlp_residual: SublayerResidual[Any, Any] = build(sublayer=sublayer + 1)
         tag_parameters(self.self_attention_residual, config)
         tag_parameters(self.mlp_residual, config)
+        self._discards_norms = False
 
     def forward(
         self,
@@ -77,22 +78,37 @@ class ResidualLayerMixin:
         ``step`` runs a sublayer on the state; ``parts`` says which sublayers; ``arguments`` are the
         keyword arguments of the host layer besides ``hidden_states``.
         """
-        if ATTENTION in parts:
-            state = step(
-                self.self_attention_residual,
-                state,
-                lambda x: self._forward_attention(x, **arguments)[0],
-            )
-        if MLP in parts:
-            state = step(
-                self.mlp_residual,
-                state,
-                lambda x: self._forward_mlp(x, **mlp_arguments(arguments)),
-            )
-        return state
+        try:
+            if ATTENTION in parts:
+                state = step(
+                    self.self_attention_residual,
+                    state,
+                    lambda x: self._forward_attention(self._input(x), **arguments)[0],
+                )
+            if MLP in parts:
+                state = step(
+                    self.mlp_residual,
+                    state,
+                    lambda x: self._forward_mlp(self._input(x), **mlp_arguments(arguments)),
+                )
+            return state
+        finally:
+            # the host leaves them here, and with them the graph of a step that raises
+            self.input_layernorm_checkpoint = self.pre_mlp_norm_checkpoint = None
+
+    def _input(self, x: Tensor) -> Tensor:
+        """x as the host's checkpoints inside a sublayer need it.
+
+        One whose input has no gradient forgets it, and what trains inside gets none either.
+        """
+        replays = self._discards_norms or self.config.recompute_granularity == "selective"
+        if not replays or x.requires_grad or not torch.is_grad_enabled():
+            return x
+        return x.detach().requires_grad_()
 
     def discard_norms(self) -> None:
         """Have the host give up the outputs of its norms and recompute them in backward."""
+        self._discards_norms = True
         self.recompute_input_layernorm = not isinstance(self.input_layernorm, IdentityOp)
         self.recompute_pre_mlp_layernorm = not isinstance(self.pre_mlp_layernorm, IdentityOp)
 

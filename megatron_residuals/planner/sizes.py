@@ -132,7 +132,9 @@ def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
                       equal heads, rotary     rotated queries q, keys q; the projection 3q, of which
                                               the values are a view
                       equal heads, no rotary  the projection 3q
-                      grouped                 queries q, repeated keys q and values q
+                      grouped                 queries q, repeated keys q and values q; without
+                                              rotary and with one group on the rank, in place of
+                                              the queries the projection that they are a view of
                     cos and sin of queries and of keys: 4 x sequence x head size
                     probabilities b x heads/tp x s x s, in 16-bit models once more in float32
         MLP         plain   2 x tokens x ffn/tp: argument and value of the activation
@@ -148,8 +150,11 @@ def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
     element, tokens = sizes.element_bytes, sizes.region_tokens
     heads, sequence = sizes.num_heads // sizes.tp, sizes.seq_length // sizes.cp
     queries = tokens * heads * sizes.head_size
-    grouped = sizes.groups < sizes.num_heads
-    projected = 3 * queries if grouped or not sizes.rope else 5 * queries
+    if sizes.groups == sizes.num_heads:
+        projected = 5 * queries if sizes.rope else 3 * queries
+    else:
+        keys = 0 if sizes.rope or sizes.groups > sizes.tp else tokens * sizes.head_size
+        projected = 3 * queries + 2 * keys
     angles = 4 * sequence * sizes.head_size if sizes.rope else 0
     scores = sizes.micro_batch_size * heads * sequence * sizes.seq_length
     softmax = scores * (element if element >= 4 else element + 4)

@@ -158,7 +158,7 @@ def _count(tensors: Iterable[Tensor], excluded: Container[int]) -> Retained:
         key = _key(tensor)
         if key in excluded or tensor.untyped_storage().nbytes() == 0:
             continue
-        if key not in largest or tensor.numel() > largest[key].numel():
+        if key not in largest or _rank(tensor) > _rank(largest[key]):
             largest[key] = tensor
     by_shape: dict[Shape, int] = {}
     for tensor in largest.values():
@@ -167,6 +167,10 @@ def _count(tensors: Iterable[Tensor], excluded: Container[int]) -> Retained:
     return Retained(sum(by_shape.values()), len(largest), by_shape)
 
 
+def _rank(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.numel(), tuple(tensor.shape)
+
+
 def _key(tensor: Tensor) -> int:
     # the storage object, not its memory: an emptied storage has no address
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

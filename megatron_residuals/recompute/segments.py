@@ -42,6 +42,8 @@ def block_segments(depth: DepthMap, sublayers: range, *, by_layer: bool) -> list
 
 def layer_ranges(sublayers: range, sublayers_per_layer: int, every: int = 1) -> tuple[range, ...]:
     """The sublayers cut at each ``every``-th layer boundary, counted from their start's layer."""
+    if len(sublayers) == 0:
+        return ()
     size = every * sublayers_per_layer
     first = sublayers.start - sublayers.start % sublayers_per_layer
     starts = [max(start, sublayers.start) for start in range(first, sublayers.stop, size)]
