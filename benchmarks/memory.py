@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every recompute policy keeps and works out again: the table and the figure of docs/memory.md.
+"""What every recompute policy keeps and works out again: table and figure of docs/memory.md.
 
     python -m benchmarks.memory [--layers 32 --hidden-size 512 ...] [--figure PATH] [--table PATH]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_residuals.config import MECHANISMS, ResidualConfig
+from megatron_residuals.config import MECHANISMS, RECOMPUTE, ResidualConfig
 from megatron_residuals.depth import DepthMap
 
 counts = st.integers(1, 10**6)
@@ -31,6 +31,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "block_sublayers": st.none() | counts,
     "attnres_eps": positive,
     "transport": st.sampled_from(["full", "delta"]),
+    "recompute": st.sampled_from([*RECOMPUTE, "group:3", "group:auto"]),
     "check_messages": st.booleans(),
 }
 FIELDS = {field.name: field for field in dataclasses.fields(ResidualConfig)}
@@ -46,6 +47,9 @@ def configs(draw: st.DrawFn) -> ResidualConfig:
     options = {name: draw(VALUES[name]) for name in chosen}
     if options.get("block_layers") is not None:
         options.pop("block_sublayers", None)
+    policy = str(options.get("recompute", "none")).partition(":")[0]
+    if mechanism not in RECOMPUTE[policy]:
+        del options["recompute"]
     return ResidualConfig(mechanism, **options)  # type: ignore[arg-type]
 
 
@@ -177,6 +181,33 @@ def test_both_block_lengths_at_once_are_refused() -> None:
     (fault,) = faults_of(mechanism="block_attnres", block_layers=2, block_sublayers=4)
     assert "block_layers=2 and block_sublayers=4 are both given" in fault
     assert "give one" in fault
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("policy", RECOMPUTE)
+def test_a_recompute_policy_is_for_the_mechanisms_it_is_defined_for(
+    policy: str, mechanism: str
+) -> None:
+    if mechanism in RECOMPUTE[policy]:
+        assert ResidualConfig(mechanism, recompute=policy).recompute_policy == policy
+    else:
+        (fault,) = faults_of(mechanism=mechanism, recompute=policy)
+        assert f"recompute is {policy!r}, which is for {', '.join(RECOMPUTE[policy])}" in fault
+        assert f"{mechanism!r} allows none" in fault
+
+
+@pytest.mark.parametrize(
+    "text", ["group:0", "group:-1", "group:r", "mix:2", "everything", "", None]
+)
+def test_a_recompute_policy_of_another_form_is_refused(text: str | None) -> None:
+    (fault,) = faults_of(mechanism="mhc", recompute=text)
+    assert f"recompute is {text!r}; " in fault
+
+
+def test_a_group_length_is_given_or_left_to_the_stage() -> None:
+    assert ResidualConfig("mhc", recompute="group:3").group_length == 3
+    assert ResidualConfig("mhc", recompute="group").group_length is None
+    assert ResidualConfig("hc", recompute="group:auto").group_length is None
 
 
 OTHER = {
