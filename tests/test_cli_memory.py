@@ -48,6 +48,8 @@ def test_block_recompute_keeps_the_sources_and_stock_full_recompute_a_row_per_la
     assert fields["kept_bytes"] / fields["kept_bytes_stock_full_recompute"] <= 0.31
     assert fields["kept_parts"]["attention_and_mlp"] == 0
     assert fields["policy"] == "block"
+    # the host's full recompute keeps the running sum in front of every layer as well
+    assert fields["host_full"]["kept_bytes"] == fields["kept_bytes"] + (32 - 8) * ROW
     assert fields["worst_rank"] == 0 and len(fields["per_rank"]) == 1
     assert fields["per_rank"][0].items() >= {"rank": 0, "kept_bytes": fields["kept_bytes"]}.items()
     assert 0 < fields["policies"]["block+layer"]["transient_bytes"] < fields["transient_bytes"]
@@ -138,9 +140,10 @@ def test_the_table_names_every_policy_the_stock_model_and_the_worst_rank(
     status, out, err = run(capsys, f"{BLOCKS} --pp 2 --microbatches 4")
     assert (status, err) == (0, "")
     first = [line.split("  ")[0] for line in out.splitlines()]
-    for name in ("none", "mix", "block", "block+layer", "stock", "stock full/uniform/1"):
+    for name in ("none", "mix", "block", "block+layer", "host full/uniform/1", "stock"):
         assert name in first
     assert "32 layers, block_attnres(block_layers=4), P=2, V=1, 4 micro-batch(es)" in out
+    assert "stock full/uniform/1  " in out
     assert "peak by rank:" in out and "Transformer Engine" in out
     assert "Transformer Engine" not in run(capsys, f"{BLOCKS} --host-layer-bytes 1")[1]
     assert "group:6 " in run(capsys, MHC)[1]

@@ -179,9 +179,9 @@ def example_help(command: Command, shell: Shell) -> None:
 
 
 def benchmark_options(command: Command, shell: Shell) -> None:
-    from benchmarks.transport import parse
-
-    parse(command.words[command.words.index("benchmarks.transport") + 1 :])
+    position = command.words.index("-m") + 1
+    parse = importlib.import_module(command.words[position]).parse
+    parse(command.words[position + 1 :])
 
 
 def accept(command: Command, shell: Shell) -> None:
@@ -198,7 +198,7 @@ TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
     (r"(bash )?(\./)?launch/\S+\.sh\b", launch_script),
     (r"(torchrun|python3? -m (torch\.distributed\.run|megatron_residuals\.run))\b", residual_flags),
     (r"python3? examples/(prepare_data|demo_report)\.py\b", example_help),
-    (r"python3? -m benchmarks\.transport\b", benchmark_options),
+    (r"python3? -m benchmarks\.\w+", benchmark_options),
     (r"(git (-C \S+ )?apply|patch)\b", patch_exists),
     (r"(git clone|cd|export|source|tensorboard|wandb)\b", accept),
 )

@@ -47,6 +47,8 @@ LOCAL_LAYERS = """\
 Attention and MLP are those of the host's local, unfused layers without dropout. Layers of
 Transformer Engine keep less: measure one and give --host-layer-bytes."""
 
+HEAD_SIZE = 128  # of models whose number of heads is not given
+
 
 def register(commands: Subparsers) -> None:
     """`memory`: what every recompute policy keeps."""
@@ -67,7 +69,7 @@ def register(commands: Subparsers) -> None:
     add("--json", action="store_true", help="print JSON instead of the table")
     _add_residual_options(parser.add_argument_group("residual"))
     add_layout_options(parser.add_argument_group("layers per stage (default: all equal)"))
-    sizes = parser.add_argument_group("sizes (the first three and --heads are needed)")
+    sizes = parser.add_argument_group("sizes (the first three are needed)")
     add_size_options(sizes)
     _add_model_options(sizes)
     parser.set_defaults(handler=run_memory)
@@ -100,7 +102,13 @@ def _add_residual_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--heads", "--num-attention-heads", type=int, metavar="A", help="attention heads")
+    add(
+        "--heads",
+        "--num-attention-heads",
+        type=int,
+        metavar="A",
+        help="attention heads; default: of size 128",
+    )
     add("--query-groups", "--num-query-groups", type=int, metavar="G", help="default: --heads")
     add("--ffn-hidden-size", type=int, metavar="F", help="default: 4 H; with --swiglu as Megatron")
     add("--swiglu", action="store_true", help="gated MLP")
@@ -128,7 +136,7 @@ def memory_plan(args: argparse.Namespace) -> MemoryPlan:
     Raises:
         ValueError: a needed size is missing, or something is out of range.
     """
-    needed = ("seq_length", "micro_batch_size", "hidden_size", "heads")
+    needed = ("seq_length", "micro_batch_size", "hidden_size")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
     raise_faults("memory", [f"missing: {', '.join(missing)}."] if missing else [])
     layout = stage_layout(args)
@@ -158,7 +166,7 @@ def _sizes(args: argparse.Namespace) -> ModelSizes:
         micro_batch_size=args.micro_batch_size,
         hidden_size=args.hidden_size,
         ffn_hidden_size=ffn,
-        num_heads=args.heads,
+        num_heads=args.heads or max(1, args.hidden_size // HEAD_SIZE),
         query_groups=args.query_groups,
         gated=args.swiglu,
         rope=not args.no_rope,
@@ -210,7 +218,8 @@ def describe(
     """The table of policies, the ranks' peaks, and the recommendation."""
     stock_full = plan.stock_full
     predictions = [plan.predict(name) for name in policy_names(plan)]
-    records = [_record(plan, each, stock_full) for each in (*predictions, plan.stock, stock_full)]
+    others = [plan.host_full(), plan.stock, stock_full]
+    records = [_record(plan, each, stock_full) for each in (*predictions, *others)]
     layout = plan.layout
     lines = [
         f"{layout.num_layers} layers, {plan.residual}, P={layout.num_ranks}, "
@@ -312,6 +321,7 @@ def _fields(
     fields["policies"] = {
         name: _prediction_fields(plan, plan.predict(name)) for name in policy_names(plan)
     }
+    fields["host_full"] = _prediction_fields(plan, plan.host_full())
     if measured:
         fields["measured"] = measured
     if budget_gib is not None:

@@ -84,17 +84,22 @@ class MemoryPlan:
         residual = self.residual
         if policy is not None:
             residual = dataclasses.replace(residual, recompute=policy)
-        return self._predict(residual.recompute, residual, stock_full=False)
+        return self._predict(residual.recompute, residual)
+
+    def host_full(self, layers: int = 1) -> Prediction:
+        """The mechanism under the host's full/uniform recompute, ``layers`` in a checkpoint."""
+        residual = dataclasses.replace(self.residual, recompute="none")
+        return self._predict(f"host full/uniform/{layers}", residual, host_full=layers)
 
     @cached_property
     def stock(self) -> Prediction:
         """The stock model, nothing recomputed."""
-        return self._predict("stock", ResidualConfig(), stock_full=False)
+        return self._predict("stock", ResidualConfig(), stock=True)
 
     @cached_property
     def stock_full(self) -> Prediction:
         """The stock model under the host's full/uniform/1 recompute."""
-        return self._predict("stock full/uniform/1", ResidualConfig(), stock_full=True)
+        return self._predict("stock full/uniform/1", ResidualConfig(), host_full=1, stock=True)
 
     def cheapest(self, budget_bytes: int) -> Prediction | None:
         """The policy with the least extra work whose peak fits on every rank; None if none does."""
@@ -125,17 +130,19 @@ class MemoryPlan:
         streams = residual.streams if residual.is_streams else 1
         return TransferPlan.for_streams(self.layout, streams)
 
-    def _predict(self, name: str, residual: ResidualConfig, *, stock_full: bool) -> Prediction:
-        stages = self._stages(residual, stock_full)
+    def _predict(
+        self, name: str, residual: ResidualConfig, *, host_full: int = 0, stock: bool = False
+    ) -> Prediction:
+        stages = self._stages(residual, host_full, stock)
         ranks = range(self.layout.num_ranks)
         return Prediction(name, tuple(self._rank(rank, stages) for rank in ranks))
 
-    def _stages(self, residual: ResidualConfig, stock_full: bool = False) -> list[StageStorages]:
+    def _stages(
+        self, residual: ResidualConfig, host_full: int = 0, stock: bool = False
+    ) -> list[StageStorages]:
         plan = self.transfer_plan(residual)
-        return [
-            StageStorages(plan, residual, self.sizes, g, stock_full)
-            for g in range(self.layout.num_stages)
-        ]
+        stages = range(self.layout.num_stages)
+        return [StageStorages(plan, residual, self.sizes, g, host_full, stock) for g in stages]
 
     def _rank(self, rank: int, stages: list[StageStorages]) -> RankMemory:
         own = stages[rank :: self.layout.num_ranks]

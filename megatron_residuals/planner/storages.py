@@ -46,14 +46,16 @@ Sizes = dict[str, int]
 class StageStorages:
     """What one stage keeps under the policy ``residual.recompute``.
 
-    ``stock_full`` instead takes the host's full/uniform/1 recompute, for the plain residual.
+    ``host_full`` instead takes the host's full recompute with that many layers in a checkpoint;
+    ``stock`` means the host's own block, which is what the plain residual stands for then.
     """
 
     plan: TransferPlan
     residual: ResidualConfig
     sizes: ModelSizes
     stage: int
-    stock_full: bool = False
+    host_full: int = 0
+    stock: bool = False
 
     @cached_property
     def kept(self) -> tuple[Storage, ...]:
@@ -112,11 +114,11 @@ class StageStorages:
 
     @property
     def _policy(self) -> str:
-        return "stock full" if self.stock_full else self.residual.recompute_policy
+        return "host full" if self.host_full else self.residual.recompute_policy
 
     @property
     def _is_checkpoint(self) -> bool:
-        return self._policy in ("stock full", "block", "block+layer")
+        return self._policy in ("host full", "block", "block+layer")
 
     def _units(self) -> Iterator[Segment]:
         """The parts that are replayed one at a time."""
@@ -125,7 +127,7 @@ class StageStorages:
             by_layer = policy == "block+layer"
             yield from block_segments(self._depth, sublayers, by_layer=by_layer)
         else:
-            length = {"stock full": 2, "group": self.group_length}.get(policy, 1)
+            length = {"host full": 2 * self.host_full, "group": self.group_length}.get(policy, 1)
             for start in sublayers[::length]:
                 stop = min(start + length, sublayers.stop)
                 yield Segment(range(start, stop), self._is_checkpoint)
@@ -158,7 +160,7 @@ class StageStorages:
     def _everything(self) -> StageStorages:
         """The same stage when nothing is recomputed, which is what a checkpoint's replay builds."""
         residual = dataclasses.replace(self.residual, recompute="none")
-        return dataclasses.replace(self, residual=residual, stock_full=False)
+        return dataclasses.replace(self, residual=residual, host_full=0)
 
     # what is kept
 
@@ -168,8 +170,8 @@ class StageStorages:
         if self.stage == 0:
             indices = sizes.region_tokens * 8 * (1 if sizes.rope else 2)
             yield Storage("token indices", indices, OUTSIDE)
-        if self.stock_full and self.sublayers:
-            # an argument of the host's checkpoints; those of blocks leave it to who has it
+        if self.host_full and self.stock and self.sublayers:
+            # an argument of the host's checkpoints; ours leave it to who has it
             yield self._mask
 
     def _inside(self) -> Iterator[Storage]:

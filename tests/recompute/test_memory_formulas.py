@@ -125,6 +125,17 @@ def test_stock_full_recompute_is_predicted(pipeline: str) -> None:
     assert_predicted(this, this.plan(ResidualConfig()).stock_full)
 
 
+@pytest.mark.parametrize("mechanism", ["mhc", "cut blocks"])
+@pytest.mark.parametrize("pipeline", ["one", "pp2 vpp2"])
+def test_the_hosts_full_recompute_is_predicted_for_mechanisms_too(
+    pipeline: str, mechanism: str
+) -> None:
+    layers = 2
+    this = case(pipeline, config_overrides={**FULL, "recompute_num_layers": layers})
+    residual = MECHANISMS[mechanism]
+    assert_predicted(this, this.plan(residual).host_full(layers), spec_for(residual))
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "no bias, swiglu, rmsnorm": dict(bias=False, normalization="RMSNorm", config_overrides=SWIGLU),
     "grouped queries": dict(config_overrides=dict(num_query_groups=2)),
