@@ -65,7 +65,7 @@ def _wire(route: Route) -> list[str]:
 def _memory(route: Route, config: Any) -> list[str]:
     """What the residual path keeps, where the sizes of a micro-batch are known."""
     args = global_args()
-    if args is None:
+    if args is None or config.recompute_granularity == "full":
         return []
     try:
         sizes = ModelSizes(
