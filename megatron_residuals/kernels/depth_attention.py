@@ -29,7 +29,8 @@ def read_sources(
     instead of going through autograd.
     """
     padded = (*buffers, *[None] * (len(sources) - len(buffers)))
-    return _ReadSources.apply(eps, padded, query, key_gain, *sources)
+    x: Tensor = _ReadSources.apply(eps, padded, query, key_gain, *sources)
+    return x
 
 
 class _ReadSources(torch.autograd.Function):

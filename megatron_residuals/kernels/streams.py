@@ -18,12 +18,14 @@ from megatron_residuals.kernels.recomputed import recomputed
 
 def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
     """``functional.read_streams``; keeps references to both inputs."""
-    return _ReadStreams.apply(streams, h_pre)
+    x: Tensor = _ReadStreams.apply(streams, h_pre)
+    return x
 
 
 def write_streams(streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor) -> Tensor:
     """``functional.write_streams``; keeps references to its inputs."""
-    return _WriteStreams.apply(streams, h_post, h_res, output)
+    written: Tensor = _WriteStreams.apply(streams, h_post, h_res, output)
+    return written
 
 
 def mhc_coefficients(
@@ -57,9 +59,9 @@ def mhc_head_weights(
     streams: Tensor, mapping: Tensor, bias: Tensor, scale: Tensor, *, eps: float
 ) -> Tensor:
     """``functional.mhc_head_weights``; keeps a reference to the streams."""
-    return recomputed(
-        functools.partial(reference.mhc_head_weights, eps=eps), streams, mapping, bias, scale
-    )
+    head = functools.partial(reference.mhc_head_weights, eps=eps)
+    weights: Tensor = recomputed(head, streams, mapping, bias, scale)
+    return weights
 
 
 def hc_coefficients(
