@@ -5,7 +5,7 @@
 # Train the same small GPT three times on real text, each time with another residual connection, and
 # draw the report. Two CPU ranks, PP=2 with two virtual stages each. Called by `make demo`.
 #
-#   launch/demo.sh            about six minutes on two cores
+#   launch/demo.sh            about seven minutes on two cores
 #   QUICK=1 launch/demo.sh    less than two
 #
 # Every ${NAME:-default} below is a variable to set; so are those of launch/pretrain.sh.
@@ -29,7 +29,7 @@ export LR=${LR:-4e-3} MIN_LR=${MIN_LR:-4e-4} SEED=${SEED:-1234}
 if [[ -n $QUICK && $QUICK != 0 ]]; then
   export TRAIN_ITERS=${TRAIN_ITERS:-30} EVAL_INTERVAL=${EVAL_INTERVAL:-12} EVAL_ITERS=${EVAL_ITERS:-4}
 else
-  export TRAIN_ITERS=${TRAIN_ITERS:-220} EVAL_INTERVAL=${EVAL_INTERVAL:-50} EVAL_ITERS=${EVAL_ITERS:-16}
+  export TRAIN_ITERS=${TRAIN_ITERS:-140} EVAL_INTERVAL=${EVAL_INTERVAL:-50} EVAL_ITERS=${EVAL_ITERS:-16}
 fi
 export LR_WARMUP_ITERS=${LR_WARMUP_ITERS:-$((TRAIN_ITERS / 10))}
 export LOG_INTERVAL=1 NUM_WORKERS=0
