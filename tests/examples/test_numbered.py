@@ -1,0 +1,71 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The numbered examples run on a CPU and show what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBERED = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
+
+
+def run(name: str, *words: str, launcher: tuple[str, ...] = ()) -> str:
+    """What an example prints."""
+    (script,) = [path for path in NUMBERED if path.stem[3:] == name]
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, str(script), *words],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize("script", NUMBERED, ids=lambda path: path.stem)
+def test_an_example_is_short(script: Path) -> None:
+    assert len(script.read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_the_first_loss_is_that_of_the_stock_model() -> None:
+    losses = [float(loss) for loss in re.findall(r"first loss (\S+)", run("first_loss"))]
+    assert len(losses) == 6
+    assert losses == pytest.approx([losses[0]] * 6, abs=2e-6)
+
+
+def test_a_pipeline_is_planned() -> None:
+    text = run("plan_a_pipeline")
+    assert re.search(r"V=2: full +79, delta +55", text)
+    assert re.search(r"V=1: full +(\d+), delta +\1 ", text)
+
+
+def test_two_ranks_learn_with_either_mechanism() -> None:
+    for residual in ("mhc", "block_attnres(block_layers=1)"):
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+        text = run("train_two_ranks", residual, launcher=launcher)
+        losses = [float(loss) for loss in re.findall(r"loss (\d\S+)", text)]
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_policy_that_fits_is_found() -> None:
+    assert re.findall(r"take '(\S+)'", run("fit_into_memory")) == ["group", "mix"]
+
+
+def test_the_mechanisms_run_without_megatron_and_show_what_they_do() -> None:
+    text = run("look_inside")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
+    assert len(losses) == 4 and losses[1] < 0.2 * losses[0] and losses[3] < 0.2 * losses[2]
+    weights = [float(number) for number in text.strip().splitlines()[-1].strip("[]").split()]
+    assert sum(weights) == pytest.approx(1.0, abs=5e-3)
