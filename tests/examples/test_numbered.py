@@ -48,7 +48,7 @@ def test_the_first_loss_is_that_of_the_stock_model() -> None:
 def test_a_pipeline_is_planned() -> None:
     text = run("plan_a_pipeline")
     assert re.search(r"V=2: full +79, delta +55", text)
-    assert re.search(r"V=1: full +(\d+), delta +\1 ", text)
+    assert re.search(r"V=1: full +(\d+), delta +\1,", text)
 
 
 def test_two_ranks_learn_with_either_mechanism() -> None:
