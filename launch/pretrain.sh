@@ -8,42 +8,49 @@
 #
 #   RESIDUAL=mhc launch/pretrain.sh                        one node, 8 GPUs, mock data
 #   RESIDUAL=none launch/pretrain.sh                       the same launch with stock Megatron
+#   PRESET=moe RESIDUAL=mhc launch/pretrain.sh             sizes from launch/presets/moe.env
 #   RESIDUAL=block_attnres DATA_PATH=/data/corpus TOKENIZER_MODEL=/data/tokenizer \
 #     NUM_NODES=4 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 launch/pretrain.sh
-#   DRY_RUN=1 RESIDUAL=mhc launch/pretrain.sh              print the command and stop
+#   DRY_RUN=1 RESIDUAL=mhc launch/pretrain.sh              print the command, what crosses the
+#                                                          pipeline and what is kept, and stop
 #   DEVICE=cpu GPUS_PER_NODE=2 ... launch/pretrain.sh      ranks on this machine's CPU, over gloo
 #
-# Every ${NAME:-default} below is a variable to set. Arguments after -- come last and so win.
+# The common part of every launch; multi_node.sh, slurm.sh, fault_tolerant.sh and cpu.sh beside it
+# set variables and end here. Every ${NAME:-default} below is a variable to set. Arguments after --
+# come last and so win.
 set -euo pipefail
 
-usage() {
-  sed -n '/^# Pretrain/,/^# Every/s/^# \{0,1\}//p' "$0"
-}
-
-EXTRA_ARGS=()
-if (($#)); then
-  case "$1" in
-  --) EXTRA_ARGS=("${@:2}") ;;
-  -h | --help) usage && exit 0 ;;
-  *) echo "$0: got '$1'; settings are environment variables, arguments come after --" >&2 && exit 2 ;;
-  esac
-fi
-
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/common.sh
+source "$ROOT/launch/common.sh"
+read_arguments "$@"
+load_preset
+
 PYTHON=${PYTHON:-python}
 ENTRY=${ENTRY:-$ROOT/examples/pretrain_gpt.py}
 DEVICE=${DEVICE:-gpu}
 RESIDUAL=${RESIDUAL:-residual}
-case "$DEVICE" in
-gpu | cpu) ;;
-*) echo "$0: DEVICE is '$DEVICE'; allowed: gpu, cpu" >&2 && exit 2 ;;
-esac
+check_choice DEVICE gpu cpu
 
-# where the ranks run
+# where the ranks run, and what starts them: torchrun, or ft_launcher (fault_tolerant.sh)
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NUM_NODES=${NUM_NODES:-1}
+LAUNCHER=${LAUNCHER:-torchrun}
+RDZV=${RDZV:-static}
+MAX_RESTARTS=${MAX_RESTARTS:-0}
+check_choice LAUNCHER torchrun ft_launcher
+check_choice RDZV static c10d
 DISTRIBUTED_ARGS=(--nproc_per_node "$GPUS_PER_NODE" --nnodes "$NUM_NODES")
-if ((NUM_NODES == 1)) && [[ -z ${MASTER_PORT:-} ]]; then
+if [[ $RDZV == c10d ]]; then
+  # Ranks that share the agents' store find the addresses of the run before when they are started
+  # again: agents count restarts each for itself (pytorch issue 135712).
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+  DISTRIBUTED_ARGS+=(
+    --rdzv_backend c10d
+    --rdzv_endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29400}"
+    --rdzv_id "${RDZV_ID:-${SLURM_JOB_ID:-megatron-residuals}}"
+  )
+elif ((NUM_NODES == 1)) && [[ -z ${MASTER_PORT:-} ]]; then
   DISTRIBUTED_ARGS+=(--standalone) # takes a port that is free
 else
   DISTRIBUTED_ARGS+=(
@@ -51,6 +58,12 @@ else
     --master_addr "${MASTER_ADDR:-localhost}"
     --master_port "${MASTER_PORT:-6000}"
   )
+fi
+if ((MAX_RESTARTS > 0)); then
+  DISTRIBUTED_ARGS+=(--max_restarts "$MAX_RESTARTS")
+fi
+if [[ -n ${LOCAL_ADDR:-} ]]; then
+  DISTRIBUTED_ARGS+=(--local_addr "$LOCAL_ADDR") # where host names do not resolve
 fi
 
 # the model
@@ -71,6 +84,22 @@ MODEL_ARGS=(
   --hidden-dropout 0
   --init-method-std "${INIT_STD:-0.02}"
 )
+if [[ -n ${NUM_QUERY_GROUPS:-} ]]; then
+  MODEL_ARGS+=(--group-query-attention --num-query-groups "$NUM_QUERY_GROUPS")
+fi
+EXPERT_PARALLEL_ARGS=()
+if [[ -n ${NUM_EXPERTS:-} ]]; then
+  MODEL_ARGS+=(
+    --num-experts "$NUM_EXPERTS"
+    --moe-router-topk "${MOE_ROUTER_TOPK:-2}"
+    --moe-ffn-hidden-size "${MOE_FFN_HIDDEN_SIZE:-1408}"
+    --moe-layer-freq "${MOE_LAYER_FREQ:-1}"
+    --moe-router-load-balancing-type "${MOE_BALANCING:-aux_loss}"
+    --moe-aux-loss-coeff "${MOE_AUX_LOSS_COEFF:-1e-2}"
+    --moe-token-dispatcher-type alltoall
+  )
+  EXPERT_PARALLEL_ARGS=(--expert-model-parallel-size "${EP:-1}")
+fi
 
 # how it is trained
 TRAIN_ITERS=${TRAIN_ITERS:-10000}
@@ -94,7 +123,10 @@ TP=${TP:-1}
 PP=${PP:-2}
 VPP=${VPP:-2}
 MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP")
-if ((VPP > 1)); then
+MODEL_PARALLEL_ARGS+=("${EXPERT_PARALLEL_ARGS[@]}")
+if [[ -n ${PIPELINE_LAYOUT:-} ]]; then # e.g. Et*3|(t*4|)*14t*2,L: the chunks follow from it
+  MODEL_PARALLEL_ARGS+=(--pipeline-model-parallel-layout "$PIPELINE_LAYOUT")
+elif ((VPP > 1)); then
   MODEL_PARALLEL_ARGS+=(--num-virtual-stages-per-pipeline-rank "$VPP")
 fi
 if ((TP > 1)); then
@@ -160,6 +192,9 @@ EVAL_AND_LOGGING_ARGS=(
   --log-timers-to-tensorboard # without it there is no iteration time
   --no-one-logger
 )
+if [[ $LAUNCHER == ft_launcher ]]; then
+  EVAL_AND_LOGGING_ARGS+=(--enable-ft-package)
+fi
 if [[ -n ${WANDB_PROJECT:-} ]]; then
   EVAL_AND_LOGGING_ARGS+=(
     --wandb-project "$WANDB_PROJECT"
@@ -188,8 +223,15 @@ if [[ -n ${RESIDUAL_OPTIONS:-} ]]; then
   RESIDUAL_ARGS+=("${OPTIONS[@]}")
 fi
 
+if [[ $LAUNCHER == ft_launcher ]]; then
+  START=(ft_launcher "${DISTRIBUTED_ARGS[@]}")
+  read -ra OPTIONS <<<"${FT_OPTIONS:-}"
+  START+=("${OPTIONS[@]}")
+else
+  START=("$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}")
+fi
 COMMAND=(
-  "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}"
+  "${START[@]}"
   "${MODULE[@]}" "$ENTRY"
   "${MODEL_ARGS[@]}"
   "${TRAINING_ARGS[@]}"
@@ -200,9 +242,11 @@ COMMAND=(
   "${EXTRA_ARGS[@]}"
 )
 if [[ ${DRY_RUN:-0} == 1 ]]; then
-  printf '%q ' "${COMMAND[@]}"
-  echo
-  exit 0
+  dry_run "$((NUM_NODES * GPUS_PER_NODE))" "${COMMAND[@]}"
+  exit
 fi
+require_launcher
 mkdir -p "$RUN_DIR"
+warn_of_restarts_without_checkpoints
+keep_wandb_run
 exec "${COMMAND[@]}"

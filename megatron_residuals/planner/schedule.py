@@ -35,12 +35,8 @@ def schedule(
         ValueError: what the host's schedules refuse as well.
     """
     ranks, chunks = layout.num_ranks, layout.num_chunks
-    group = ranks if group_size is None else group_size
-    faults = count_faults(1, num_microbatches=num_microbatches)
-    if chunks > 1 and not faults:
-        faults = _group_faults(ranks, num_microbatches, group)
-    raise_faults("schedule", faults)
-    table = _forward_order(num_microbatches, chunks, group)
+    group = check_schedule(layout, num_microbatches, group_size)
+    table = forward_order(num_microbatches, chunks, group)
     warm_up = ranks - rank - 1
     if chunks > 1:
         warm_up = 2 * warm_up + (chunks - 1) * group
@@ -53,7 +49,22 @@ def schedule(
             yield Pass(False, micro_batch, layout.stage(rank, chunks - 1 - chunk))
 
 
-def _forward_order(num_microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+def check_schedule(layout: StageLayout, num_microbatches: int, group_size: int | None) -> int:
+    """The size of a micro-batch group, its default filled in.
+
+    Raises:
+        ValueError: what the host's schedules refuse as well.
+    """
+    group = layout.num_ranks if group_size is None else group_size
+    faults = count_faults(1, num_microbatches=num_microbatches)
+    if layout.num_chunks > 1 and not faults:
+        faults = _group_faults(layout.num_ranks, num_microbatches, group)
+    raise_faults("schedule", faults)
+    return group
+
+
+def forward_order(num_microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of the forward passes of a rank, as `get_schedule_table` has them."""
     return [
         (micro_batch, chunk)
         for first in range(0, num_microbatches, group)

