@@ -21,6 +21,8 @@ CONTRACTIONS = ("auto", "mean", "sum", "learned")
 INITIALISATIONS = ("a6", "symmetric")
 HC_NORMS = ("layernorm", "rmsnorm")
 TRANSPORTS = ("full", "delta")
+KERNELS = ("auto", "torch", "triton", "fla")
+TWO_PHASE = ("auto", "on", "off")
 RECOMPUTE = {  # policy: the mechanisms it is defined for
     "none": MECHANISMS,
     "mix": (*STREAM_MECHANISMS, *SOURCE_MECHANISMS),
@@ -129,10 +131,33 @@ class ResidualConfig:
         "between every r-th sublayer; without r the best for the stage), block (all layers of an "
         "AttnRes block), block+layer (the same, one layer at a time)",
     )
+    kernels: str = _option(  # type: ignore[assignment]
+        "auto",
+        "what computes the mechanism: torch, triton, fla (AttnRes reads by flash-linear-attention) "
+        "or auto (triton for 16- and 32-bit tensors on a GPU where it is installed, else torch)",
+        choices=KERNELS,
+    )
+    two_phase: str = _option(  # type: ignore[assignment]
+        "auto",
+        "read the finished sources once for all sublayers of a block, then merge each with the "
+        "running sum: on, off, or auto (where it moves fewer bytes)",
+        applies=SOURCE_MECHANISMS,
+        choices=TWO_PHASE,
+    )
     check_messages: bool = _option(  # type: ignore[assignment]
         False,
         "send a header ahead of every pipeline message and check that it is the one expected "
         "(for bringing up a new cluster; costs a small message and a wait for each)",
+    )
+    log_interval: int = _option(  # type: ignore[assignment]
+        0,
+        "record what the mechanism does in every K-th step and write it to a JSON lines file, and "
+        "to Megatron's wandb run and TensorBoard where there are any (0: never)",
+    )
+    log_image_interval: int | None = _option(  # type: ignore[assignment]
+        None,
+        "iterations between heatmaps in wandb and TensorBoard (default: every tenth recorded step; "
+        "0: none)",
     )
 
     def __post_init__(self) -> None:
@@ -176,6 +201,10 @@ class ResidualConfig:
             if given(name) and not (number and above < value < math.inf):
                 allowed = "a finite number" + (" above 0" if above == 0 else "")
                 faults.append(f"{name} is {value!r}; give {allowed}")
+        for name in ("log_interval", "log_image_interval"):
+            value = getattr(self, name)
+            if given(name) and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                faults.append(f"{name} is {value!r}; give a number of iterations, or 0 for never")
         for name in ("hc_dynamic", "check_messages"):
             if not isinstance(getattr(self, name), bool):
                 faults.append(f"{name} is {getattr(self, name)!r}; give True or False")

@@ -32,7 +32,11 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "attnres_eps": positive,
     "transport": st.sampled_from(["full", "delta"]),
     "recompute": st.sampled_from([*RECOMPUTE, "group:3", "group:auto"]),
+    "kernels": st.sampled_from(["auto", "torch", "triton", "fla"]),
+    "two_phase": st.sampled_from(["auto", "on", "off"]),
     "check_messages": st.booleans(),
+    "log_interval": st.integers(0, 10**6),
+    "log_image_interval": st.none() | st.integers(0, 10**6),
 }
 FIELDS = {field.name: field for field in dataclasses.fields(ResidualConfig)}
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -224,7 +228,11 @@ OTHER = {
     "block_sublayers": 3,
     "attnres_eps": 1e-3,
     "transport": "full",
+    "kernels": "torch",
+    "two_phase": "off",
     "check_messages": True,
+    "log_interval": 10,
+    "log_image_interval": 100,
 }
 READERS = {
     "streams": {"hc", "mhc"},
@@ -233,7 +241,11 @@ READERS = {
     "block_layers": {"block_attnres"},
     "block_sublayers": {"block_attnres"},
     "transport": set(MECHANISMS),
+    "kernels": set(MECHANISMS),
+    "two_phase": {"attnres", "block_attnres"},
     "check_messages": set(MECHANISMS),
+    "log_interval": set(MECHANISMS),
+    "log_image_interval": set(MECHANISMS),
     **{name: {name.split("_")[0]} for name in OTHER if name.startswith(("hc_", "mhc_"))},
 }
 
@@ -278,6 +290,10 @@ def test_an_option_is_taken_by_those_who_read_it_and_refused_by_the_rest(
         ("hc", "hc_dynamic", 1),
         ("hc", "hc_dynamic", None),
         ("residual", "check_messages", "yes"),
+        ("residual", "log_interval", -1),
+        ("residual", "log_interval", True),
+        ("residual", "log_interval", None),
+        ("residual", "log_image_interval", 0.5),
         ("attnres", "attnres_eps", -1e-6),
         ("attnres", "attnres_eps", None),
         ("block_attnres", "block_layers", 0),

@@ -30,15 +30,15 @@ class DepthWeightRecorder:
             return
 
         def record(query: DepthQuery, inputs: tuple[Any, ...], _: Any) -> None:
-            if not query.training:
+            # a call without a state asks for the parameters of a read in two phases
+            if inputs[0] is not None and not query.training:
                 self._record(reader, query, inputs[0])
 
         module.register_forward_hook(record)
 
     @torch.no_grad()
     def _record(self, reader: int, query: DepthQuery, state: Any) -> None:
-        sources = (*state.sources, state.partial)
-        weights = depth_weights(sources, query.query, query.key_gain, eps=query.eps)
+        weights = depth_weights(state.readable, query.query, query.key_gain, eps=query.eps)
         mean = weights.flatten(1).mean(1)
         self._sums[reader] = self._sums[reader] + mean if reader in self._sums else mean
         self._passes[reader] = self._passes.get(reader, 0) + 1

@@ -1,0 +1,269 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The report on a run: one picture, and one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_residuals.diagnostics import panels
+from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.diagnostics.heatmap import Axes
+from megatron_residuals.diagnostics.journal import Journal
+from megatron_residuals.diagnostics.metric import Metric, summarise
+
+COLUMNS = 3
+PANEL_INCHES = (5.6, 3.7)
+
+
+class Panel(NamedTuple):
+    """One picture of the page; heatmaps are two rows high."""
+
+    draw: Callable[[Axes], None]
+    rows: int = 1
+
+
+class Health(NamedTuple):
+    """One line of the table: a metric's summary at the first and the last record."""
+
+    name: str
+    metric: Metric
+    first: float
+    last: float
+
+    @property
+    def verdict(self) -> str:
+        """``ok``, ``look`` outside the healthy range, or nothing where there is no range."""
+        if self.metric.low is None and self.metric.high is None:
+            return ""
+        return "ok" if self.metric.is_healthy(self.last) else "look"
+
+    @property
+    def healthy(self) -> str:
+        """The range as text."""
+        low, high = self.metric.low, self.metric.high
+        if low is None:
+            return "" if high is None else f"up to {high:g}"
+        return f"from {low:g}" if high is None else f"{low:g} to {high:g}"
+
+
+def health_of(run: Journal) -> list[Health]:
+    """Every metric with one value for each place, in the order of the catalogue."""
+    lines = []
+    for name, metric in metrics_of(run.mechanism).items():
+        over_time = list(run.over_time(name).values())
+        if over_time:
+            first, last = (
+                summarise(values, metric.summary) for values in (over_time[0], over_time[-1])
+            )
+            lines.append(Health(name, metric, first, last))
+    return lines
+
+
+def panels_of(run: Journal, baseline: Journal | None) -> list[Panel]:
+    """What is drawn for a run, in reading order."""
+    chosen = [Panel(lambda axes: panels.draw_loss(axes, run, baseline))]
+    if baseline is not None:
+        chosen.append(Panel(lambda axes: panels.draw_loss_gap(axes, run, baseline)))
+    chosen += [
+        _depth(run, baseline, "residual/hidden_rms", "RMS of what each sublayer reads (dilution)"),
+        _depth(run, baseline, "residual/output_rms", "RMS of what each sublayer returns"),
+        _depth(
+            run,
+            baseline,
+            "residual/gradient_rms",
+            "RMS of the gradient at each output",
+            logarithmic=True,
+        ),
+    ]
+    family = run.mechanism
+    if f"{family}/composite_forward" in metrics_of(family):
+        chosen += _of_streams(run, family)
+    if "attnres/weights" in metrics_of(family):
+        chosen += _of_sources(run)
+    if run.last("residual/bytes_forward"):
+        chosen.append(Panel(lambda axes: panels.draw_bytes(axes, run, baseline)))
+    chosen.append(Panel(lambda axes: panels.draw_kept(axes, run, baseline)))
+    return chosen
+
+
+def _depth(
+    run: Journal,
+    baseline: Journal | None,
+    name: str,
+    title: str,
+    *,
+    logarithmic: bool = False,
+    at_least: tuple[float, float] | None = None,
+) -> Panel:
+    return Panel(
+        lambda axes: panels.draw_depth(
+            axes, run, baseline, name, title, logarithmic=logarithmic, at_least=at_least
+        )
+    )
+
+
+def _of_streams(run: Journal, family: str) -> list[Panel]:
+    return [
+        _depth(run, None, f"{family}/composite_forward", "Composite forward gain, input to here"),
+        _depth(
+            run, None, f"{family}/composite_backward", "Composite backward gain, output to here"
+        ),
+        Panel(lambda axes: panels.draw_composite_over_time(axes, run)),
+        Panel(
+            lambda axes: panels.draw_summaries(
+                axes,
+                run,
+                [f"{family}/{name}" for name in ("stream_cosine", "diagonal")],
+                "Are the streams still different?",
+            )
+        ),
+        Panel(
+            lambda axes: panels.draw_matrix(
+                axes, run, f"{family}/read_weights", "Which streams are read"
+            ),
+            rows=2,
+        ),
+        Panel(
+            lambda axes: panels.draw_matrix(
+                axes, run, f"{family}/stream_rms", "RMS of the streams"
+            ),
+            rows=2,
+        ),
+    ]
+
+
+def _of_sources(run: Journal) -> list[Panel]:
+    return [
+        Panel(
+            lambda axes: panels.draw_matrix(axes, run, "attnres/weights", "What is read: weights"),
+            rows=2,
+        ),
+        Panel(
+            lambda axes: panels.draw_summaries(
+                axes,
+                run,
+                [f"attnres/{name}" for name in ("entropy", "peak", "embedding_mass", "open_mass")],
+                "Depth attention over time",
+            )
+        ),
+        _depth(
+            run,
+            None,
+            "attnres/entropy",
+            "Entropy of the weights (1: all alike)",
+            at_least=(0, 1.05),
+        ),
+        _depth(run, None, "attnres/query_norm", "Norm of the queries"),
+    ]
+
+
+def draw(run: Journal, baseline: Journal | None, path: Path) -> None:
+    """Write the picture as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    chosen = panels_of(run, baseline)
+    places, num_rows = _arrange(chosen)
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * COLUMNS, height * num_rows + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(num_rows, COLUMNS)
+    for panel, (row, column) in zip(chosen, places, strict=True):
+        panel.draw(figure.add_subplot(grid[row : row + panel.rows, column]))
+    figure.suptitle(_title(run), fontsize=14)
+    figure.savefig(path, dpi=110)
+
+
+def _arrange(chosen: list[Panel]) -> tuple[list[tuple[int, int]], int]:
+    """(row, column) of every panel, each at the first free place that has room; number of rows."""
+    taken: set[tuple[int, int]] = set()
+    places = []
+    for panel in chosen:
+        place = next(
+            (row, column)
+            for row in range(2 * len(chosen))
+            for column in range(COLUMNS)
+            if all((row + below, column) not in taken for below in range(panel.rows))
+        )
+        places.append(place)
+        taken |= {(place[0] + below, place[1]) for below in range(panel.rows)}
+    return places, 1 + max(row for row, _ in taken)
+
+
+def _title(run: Journal) -> str:
+    pipeline = run.header["pipeline"]
+    return (
+        f"{panels.label_of(run)}: {run.header['num_layers']} layers, "
+        f"PP {pipeline['ranks']} x VPP {pipeline['chunks']}, {len(run.steps)} records, "
+        f"iterations {min(run.steps)} to {max(run.steps)}"
+    )
+
+
+def write(run: Journal, baseline: Journal | None, folder: Path) -> tuple[Path, Path]:
+    """``residual_report.png`` and ``residual_report.html`` in a folder, which is made if need be.
+
+    Raises:
+        ValueError: the run has no recorded step.
+        ImportError: matplotlib is not installed.
+    """
+    if not run.steps:
+        raise ValueError(f"{run.path} has no recorded step yet")
+    folder.mkdir(parents=True, exist_ok=True)
+    picture, page = folder / "residual_report.png", folder / "residual_report.html"
+    draw(run, baseline, picture)
+    page.write_text(_html(run, baseline, picture.read_bytes()), encoding="utf-8")
+    return picture, page
+
+
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1500px;margin:1.5em auto;padding:0 1em}
+img{width:100%}table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left;
+border-bottom:1px solid #ddd;vertical-align:top}td.n{text-align:right;font-variant-numeric:
+tabular-nums}tr.look{background:#fff0d8}pre{background:#f6f6f6;padding:1em;overflow:auto}"""
+
+
+def _html(run: Journal, baseline: Journal | None, picture: bytes) -> str:
+    data = base64.b64encode(picture).decode()
+    title, plan = html.escape(_title(run)), html.escape(str(run.header["plan"]))
+    against = f"<p>Baseline: {html.escape(panels.label_of(baseline))}</p>" if baseline else ""
+    rows = "\n".join(_row(line) for line in health_of(run))
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>
+<h1>{title}</h1>
+<p><code>{html.escape(str(run.header["config"]))}</code>, recompute {run.header["recompute"]}
+(host: {run.header["host_recompute"]}), megatron_residuals {run.header["version"]} on megatron-core
+{run.header["megatron_core"]}</p>
+{against}
+<img alt="the panels of this report" src="data:image/png;base64,{data}">
+<h2>Figures</h2>
+<table><tr><th>metric</th><th>over depth</th><th>first</th><th>last</th><th>healthy</th>
+<th></th><th>meaning; outside the range</th></tr>
+{rows}
+</table>
+<h2>What crosses the pipeline</h2>
+<pre>{plan}</pre>
+</html>
+"""
+
+
+def _row(line: Health) -> str:
+    text = html.escape(line.metric.meaning)
+    if line.verdict != "ok" and line.metric.advice:
+        text += f"; <em>{html.escape(line.metric.advice)}</em>"
+    first, last = (_number(value) for value in (line.first, line.last))
+    return (
+        f'<tr class="{line.verdict}"><td><code>{line.name}</code></td><td>{line.metric.summary}'
+        f'</td><td class="n">{first}</td><td class="n">{last}</td><td>{line.healthy}</td>'
+        f"<td>{line.verdict}</td><td>{text}</td></tr>"
+    )
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "n/a"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

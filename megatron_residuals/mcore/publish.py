@@ -1,0 +1,113 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a record to the JSON lines file, wandb and TensorBoard, on the one rank that has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from megatron_residuals._version import __version__
+from megatron_residuals.diagnostics.heatmap import heatmaps
+from megatron_residuals.diagnostics.journal import FORMAT, JournalWriter
+from megatron_residuals.diagnostics.records import Record, scalars_of
+from megatron_residuals.diagnostics.sinks import Sink, TensorBoardSink, open_wandb, send
+from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.mcore.compat import host_version
+from megatron_residuals.mcore.route import Route
+from megatron_residuals.mcore.training_log import log_folder, tensorboard_writer
+
+logger = logging.getLogger(__name__)
+RECORDS_PER_IMAGE = 10
+
+
+class Publisher:
+    """Writes records; opens its file and finds the sinks with the first one.
+
+    By then the host has opened its writers, and a rank that never has a record makes no file.
+    """
+
+    def __init__(self, route: Route, config: Any) -> None:
+        residual = route.residual
+        self._mechanism = residual.mechanism
+        self._num_sublayers = 2 * config.num_layers
+        interval = residual.log_image_interval
+        self._image_interval = (
+            RECORDS_PER_IMAGE * residual.log_interval if interval is None else interval
+        )
+        self._header = header_of(route, config)
+        self._journal: JournalWriter | None = None
+        self._sinks: list[Sink] = []
+        self._last_image: int | None = None
+
+    def publish(self, record: Record) -> None:
+        """Write one record everywhere."""
+        if self._journal is None:
+            self._journal = self._start()
+        line = dataclasses.asdict(record)
+        self._journal.write("step", {"time": time.time(), **line})
+        scalars = scalars_of(record, self._mechanism)
+        if global_args() is not None and tensorboard_writer() is None:
+            # Megatron gives its own to wandb only beside TensorBoard
+            scalars |= {**record.losses.get(record.iteration, {}), **record.figures}
+        for sink in self._sinks:
+            send(sink, "scalars", scalars, record.iteration)
+        if self._sinks and self._is_image_due(record):
+            self._last_image = record.iteration
+            pictures = self._images(record)
+            for sink in self._sinks:
+                send(sink, "images", pictures, record.iteration)
+
+    def _start(self) -> JournalWriter:
+        journal = JournalWriter(log_folder())
+        journal.write("start", self._header)
+        writer = tensorboard_writer()
+        found = (open_wandb(), TensorBoardSink(writer) if writer is not None else None)
+        self._sinks = [sink for sink in found if sink is not None]
+        for sink in self._sinks:
+            sink.start(self._header)
+        where = ", ".join([str(journal.path), *(type(s).__name__ for s in self._sinks)])
+        text = (
+            f"megatron_residuals: figures of every {self._header['interval']}. step go to {where}"
+        )
+        print(text, flush=True) if global_args() is not None else logger.info("%s", text)
+        return journal
+
+    def _is_image_due(self, record: Record) -> bool:
+        if not record.matrices or self._image_interval == 0:
+            return False
+        return (
+            self._last_image is None or record.iteration - self._last_image >= self._image_interval
+        )
+
+    def _images(self, record: Record) -> dict[str, Any]:
+        try:
+            return heatmaps(record.matrices, self._mechanism, self._num_sublayers)
+        except ImportError:
+            logger.warning("no heatmaps: matplotlib is not installed")
+            self._image_interval = 0
+            return {}
+
+
+def header_of(route: Route, config: Any) -> dict[str, Any]:
+    """What a run is, for its file and for wandb's config: settings, plan, recompute."""
+    residual, layout = route.residual, route.plan.layout
+    return {
+        "format": FORMAT,
+        "time": time.time(),
+        "version": __version__,
+        "megatron_core": str(host_version()),
+        "config": str(residual),
+        "settings": dataclasses.asdict(residual),
+        "interval": residual.log_interval,
+        "recompute": residual.recompute,
+        "host_recompute": str(config.recompute_granularity or "none"),
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "pipeline": {"ranks": layout.num_ranks, "chunks": layout.num_chunks},
+        "layers_per_stage": list(layout.layers),
+        "plan": route.plan.grid(),
+        "rows_per_micro_batch": route.plan.rows,
+    }

@@ -1,0 +1,39 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""docs/diagnostics.md has every metric of the catalogue, with its range and its advice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_residuals.diagnostics.catalogue import METRICS
+from megatron_residuals.diagnostics.metric import Metric
+from megatron_residuals.diagnostics.page import Health
+from megatron_residuals.mcore import training_log
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "diagnostics.md"
+
+
+def row_of(metric: Metric) -> str:
+    """The metric's line of a table; run this file's body to write them anew."""
+    names = sorted({metric.full_name(mechanism) for mechanism in metric.mechanisms})
+    shown = ", ".join(f"`{name}`" for name in names)
+    over = metric.axis + (f" × {metric.columns}" if metric.columns else "")
+    healthy = Health("", metric, 0.0, 0.0).healthy or "none"
+    meaning = metric.meaning.replace("|", "\\|")
+    return (
+        f"| {shown} | {over} | {metric.summary} | {meaning} | {healthy} | {metric.advice or '–'} |"
+    )
+
+
+def test_the_page_has_a_line_for_every_metric_and_no_other() -> None:
+    lines = re.findall(r"^\| `(?:residual|hc|mhc|attnres)/.*$", PAGE.read_text(), re.MULTILINE)
+    assert sorted(lines) == sorted(map(row_of, METRICS))
+
+
+def test_the_page_names_the_folders_in_their_order() -> None:
+    text = PAGE.read_text()
+    named = [training_log.FOLDER_VARIABLE, "--save", "--tensorboard-dir", "--wandb-save-dir"]
+    places = [text.index(f"`{name}`") for name in named]
+    assert places == sorted(places)

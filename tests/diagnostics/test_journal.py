@@ -1,0 +1,129 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON lines file: written, appended to after a restart, read back; and named figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_residuals.config import MECHANISMS
+from megatron_residuals.diagnostics import journal
+from megatron_residuals.diagnostics.catalogue import METRICS, metrics_of
+from megatron_residuals.diagnostics.metric import place_name, summarise
+from megatron_residuals.diagnostics.records import Record, scalars_of
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = {"config": "mhc(streams=2)", "settings": {"mechanism": "mhc"}, "num_layers": 2}
+
+
+def record(iteration: int, scale: float = 1.0) -> Record:
+    return Record(
+        iteration,
+        series={"residual/output_rms": [scale, 2.0, math.nan, 0.1 + 0.2]},
+        matrices={"mhc/read_weights": [[0.5, math.nan]] * 4},
+        losses={iteration - 1: {"lm loss": 3.0}, iteration: {"lm loss": math.nan}},
+        figures={"learning-rate": 1e-3},
+    )
+
+
+def write(folder: Path, *records: Record) -> journal.JournalWriter:
+    writer = journal.JournalWriter(folder)
+    writer.write("start", HEADER)
+    for each in records:
+        writer.write("step", dataclasses.asdict(each))
+    return writer
+
+
+def test_what_is_written_is_read_back_nan_included(tmp_path: Path) -> None:
+    write(tmp_path / "new", record(4))
+    run = journal.read(tmp_path / "new")
+    assert (run.mechanism, run.num_sublayers, list(run.steps)) == ("mhc", 4, [4])
+    first, second, third, fourth = run.last("residual/output_rms")
+    assert (first, second) == (1, 2) and math.isnan(third) and fourth == pytest.approx(0.3)
+    assert math.isnan(run.last("mhc/read_weights")[3][1])
+    assert run.losses["lm loss"][3] == 3 and math.isnan(run.losses["lm loss"][4])
+    assert "NaN" not in run.path.read_text()  # which is no JSON
+
+
+def test_bytes_are_kept_to_the_last_one(tmp_path: Path) -> None:
+    sent = [float(2**40 + 1)]
+    write(tmp_path, Record(1, series={"residual/bytes_forward": sent}))
+    assert journal.read(tmp_path).last("residual/bytes_forward") == sent
+
+
+def test_after_a_restart_the_later_start_and_the_later_step_count(tmp_path: Path) -> None:
+    write(tmp_path, record(2), record(4))
+    writer = write(tmp_path, record(4, scale=7.0), record(6))
+    with writer.path.open("a") as file:
+        file.write('{"kind":"step","iteration":8,"ser')  # killed while writing
+    run = journal.read(tmp_path)
+    assert list(run.steps) == [2, 4, 6]
+    assert run.over_time("residual/output_rms")[4][0] == 7
+
+
+def test_a_run_is_found_by_its_file_its_folder_or_a_folder_above(tmp_path: Path) -> None:
+    path = write(tmp_path / "a" / "b", record(1)).path
+    for given in (path, path.parent, tmp_path):
+        assert journal.find(given) == path
+    write(tmp_path / "c", record(1))
+    with pytest.raises(ValueError, match="several runs: .*b, .*c; name one"):
+        journal.find(tmp_path)
+    with pytest.raises(ValueError, match="--residual-log-interval"):
+        journal.find(tmp_path / "nowhere")
+
+
+def test_a_file_without_a_start_is_refused(tmp_path: Path) -> None:
+    journal.JournalWriter(tmp_path).write("step", dataclasses.asdict(record(1)))
+    with pytest.raises(ValueError, match="no line that describes the run"):
+        journal.read(tmp_path)
+
+
+def test_scalars_have_a_summary_and_global_places_and_only_numbers() -> None:
+    scalars = scalars_of(record(4), "mhc")
+    assert scalars == {
+        "residual/output_rms_max": 2.0,
+        "residual/output_rms_layer_0_attention": 1.0,
+        "residual/output_rms_layer_0_mlp": 2.0,
+        "residual/output_rms_layer_1_mlp": 0.1 + 0.2,
+    }
+
+
+def test_places_are_named_by_what_they_are() -> None:
+    assert place_name("reader", 7, 8) == "layer_3_mlp"
+    assert place_name("reader", 8, 8) == "output"
+    assert place_name("hop", 2, 8) == "hop_2"
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("max", 3.0), ("min", -1.0), ("mean", 1.0), ("sum", 2.0)]
+)
+def test_summaries_leave_out_what_is_not_a_number(how: str, expected: float) -> None:
+    assert summarise([3.0, math.nan, -1.0], how) == expected  # type: ignore[arg-type]
+    assert math.isnan(summarise([math.nan], how))  # type: ignore[arg-type]
+
+
+def test_every_metric_with_a_range_says_what_to_do_outside_it() -> None:
+    for metric in METRICS:
+        assert metric.meaning and set(metric.mechanisms) <= set(MECHANISMS)
+        if metric.low is not None or metric.high is not None:
+            assert metric.advice, metric.name
+            assert not metric.is_healthy(math.nan)
+    names = [list(metrics_of(mechanism)) for mechanism in MECHANISMS]
+    assert all(len(set(of_one)) == len(of_one) for of_one in names)
+
+
+def test_reading_a_run_takes_neither_torch_nor_megatron() -> None:
+    script = (
+        "import sys; from megatron_residuals.diagnostics import journal, page\n"
+        "print(sorted({'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
