@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+#
+# Everything that only a GPU can show, in one go of at most 8 minutes on one H200:
+# parity at full size, bandwidth, peers, whole-model overhead, a short training.
+#
+#   benchmarks/gpu_check.sh [OUTPUT_DIRECTORY]      needs torch, triton, megatron-core
+#   REDUCED=1 benchmarks/gpu_check.sh               the same steps, tiny, on the CPU host
+#
+# PYTHON names the interpreter. Peers (fla, liger_kernel) are taken along where installed.
+
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+out=${1:-runs/gpu_check}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1
+
+if [[ -n ${REDUCED:-} ]]; then
+    device=cpu
+    sizes=(--tokens 96 --hidden 64)
+    odd=(--tokens 33 --hidden 100)
+    model=(--layers 2 --hidden-size 128 --seq-length 64 --rounds 1)
+    training=(--layers 1 --hidden-size 64 --seq-length 32 --iterations 8)
+    rounds=2
+else
+    device=cuda
+    sizes=(--tokens 32768 --hidden 7168)
+    odd=(--tokens 4999 --hidden 2880)
+    model=(--layers 8 --hidden-size 4096 --seq-length 4096 --micro-batch-size 2 --rounds 10)
+    training=(--layers 6 --hidden-size 1024 --seq-length 1024 --micro-batch-size 4 --iterations 60)
+    rounds=10
+fi
+
+failed=()
+step() {
+    local name=$1 limit=$2
+    shift 2
+    printf '\n== %s\n' "$name"
+    local began=$SECONDS
+    timeout "$limit" "$python" -m "$@" 2>&1 | tee "$out/$name.log" || failed+=("$name")
+    printf '== %s: %s s\n' "$name" "$((SECONDS - began))"
+}
+
+step parity 120 benchmarks.parity --device "$device" --dtype bfloat16 "${sizes[@]}"
+step parity_odd 60 benchmarks.parity --device "$device" "${odd[@]}"
+for mechanism in mhc attnres; do
+    step "$mechanism" 150 benchmarks.kernels --mechanism "$mechanism" --device "$device" \
+        --dtype bfloat16 --rounds "$rounds" "${sizes[@]}" --json "$out/$mechanism.json"
+done
+step model 120 benchmarks.model --device "$device" --dtype bfloat16 "${model[@]}" \
+    --model 'plain=residual()' \
+    --model 'mhc=mhc()' \
+    --model 'mhc torch=mhc(kernels="torch")' \
+    --model 'block_attnres=block_attnres()' \
+    --model 'block_attnres one-phase=block_attnres(two_phase="off")' \
+    --model 'block_attnres torch=block_attnres(kernels="torch")' \
+    --json "$out/model.json"
+step training 120 benchmarks.training --device "$device" --dtype bfloat16 "${training[@]}" \
+    --model 'plain=residual()' \
+    --model 'mhc=mhc()' \
+    --model 'mhc torch=mhc(kernels="torch")' \
+    --model 'block_attnres=block_attnres()' \
+    --model 'block_attnres torch=block_attnres(kernels="torch")' \
+    --json "$out/training.json"
+
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}" >&2
+    exit 1
+fi
+echo 'all steps passed'
