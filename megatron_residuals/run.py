@@ -92,11 +92,9 @@ def _prepare(script_argv: list[str]) -> None:
     from megatron.training import arguments
 
     from megatron_residuals.mcore.arguments import add_residual_arguments
-    from megatron_residuals.mcore.install import install, report
+    from megatron_residuals.mcore.install import install
 
     install()
-    if _is_first_rank():
-        print(report(), flush=True)
     if "--spec" not in script_argv:
         script_argv.extend(("--spec", SPECS, FROM_FLAGS))
     stock = arguments.add_megatron_arguments

@@ -12,6 +12,9 @@ from typing import Any
 from megatron_residuals.config import ResidualConfig
 
 MECHANISM_FLAG = "--residual"
+# Flags of a run rather than of the model, as Megatron's arguments name them.
+CONVERT_BLOCK_LENGTH = "residual_convert_block_length"
+LR_MULT, WD_MULT = "residual_lr_mult", "residual_wd_mult"
 
 
 def flag_of(field_name: str) -> str:
@@ -29,11 +32,9 @@ def add_residual_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     Raises:
         RuntimeError: the parser already has one of the flags (a host with a residual of its own).
     """
-    taken = [
-        flag_of(field.name)
-        for field in dataclasses.fields(ResidualConfig)
-        if flag_of(field.name) in parser._option_string_actions
-    ]
+    ours = [flag_of(field.name) for field in dataclasses.fields(ResidualConfig)]
+    ours += [flag_name(name) for name in (CONVERT_BLOCK_LENGTH, LR_MULT, WD_MULT)]
+    taken = [flag for flag in ours if flag in parser._option_string_actions]
     if taken:
         raise RuntimeError(
             f"this Megatron already has {', '.join(taken)}; its own residual and "
@@ -51,7 +52,33 @@ def add_residual_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         else:
             kwargs.update(type=option_type, choices=field.metadata["choices"])
         group.add_argument(flag_of(field.name), **kwargs)
+    _add_run_arguments(group)
     return parser
+
+
+def flag_name(argument: str) -> str:
+    """Command-line flag of an argument: ``residual_lr_mult`` -> ``--residual-lr-mult``."""
+    return f"--{argument.replace('_', '-')}"
+
+
+def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        flag_name(CONVERT_BLOCK_LENGTH),
+        action="store_true",
+        default=None,
+        help="load AttnRes weights into blocks of another length than they were trained with",
+    )
+    group.add_argument(
+        flag_name(LR_MULT),
+        type=float,
+        help="multiplies the learning rate of the mechanism's parameters [default: 1]",
+    )
+    group.add_argument(
+        flag_name(WD_MULT),
+        type=float,
+        help="multiplies the weight decay of the mechanism's 2-D projections (its other parameters "
+        "have none) [default: 1]",
+    )
 
 
 def config_from_args(args: argparse.Namespace, mechanism: str | None = None) -> ResidualConfig:

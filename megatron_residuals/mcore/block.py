@@ -13,6 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
+from megatron_residuals.mcore.checkpoint import record_for
 from megatron_residuals.mcore.compat import outer_quantization_context
 from megatron_residuals.mcore.layer import parameter_device, tag_parameters
 from megatron_residuals.mcore.route import route_for
@@ -21,6 +22,7 @@ from megatron_residuals.mcore.spec import ResidualBlockSubmodules, block_submodu
 from megatron_residuals.mcore.stage_io import StageIO, fresh
 from megatron_residuals.mcore.startup import announce
 from megatron_residuals.mcore.support import check_model
+from megatron_residuals.mcore.warm_start import keep_initial_values
 from megatron_residuals.modules import build_head, open_state
 
 # Called with every new block; how diagnostics attach without the block knowing them.
@@ -71,6 +73,10 @@ class ResidualTransformerBlock(TransformerBlock):
                 device=parameter_device(self.config),
             )
             tag_parameters(self.residual_head, self.config)
+        self.residual_settings = record_for(
+            submodules.residual, self.config, pp_group.rank(), self.vp_stage or 0
+        )
+        self.register_load_state_dict_pre_hook(keep_initial_values)
         self._payload: Tensor | None = None
         announce(route, self.runner, self.config)
 

@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from packaging.version import Version
 
 from megatron_residuals.pipeline.plan import StageLayout
@@ -66,6 +69,64 @@ def mlp_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """The part of a layer's keyword arguments that this host's ``_forward_mlp`` takes."""
     names = ("inference_context", "padding_mask", "packed_seq_params")
     return {name: arguments[name] for name in names if name in _MLP_ARGUMENTS and name in arguments}
+
+
+_SAYS_WHAT_PREDICTS = "is_mtp_layer" in inspect.signature(TransformerLayer).parameters
+
+
+def is_prediction_layer(*args: Any, **arguments: Any) -> bool:
+    """Whether the host builds a layer with these arguments for multi-token prediction.
+
+    It says so from 0.17 on. Before, it numbers those layers behind the last layer of the decoder.
+    """
+    if _SAYS_WHAT_PREDICTS:
+        return bool(arguments.get("is_mtp_layer"))
+    config = args[0] if args else arguments.get("config")
+    if not getattr(config, "mtp_num_layers", None) or "layer_number" not in arguments:
+        return False
+    offset = get_transformer_layer_offset(config, arguments.get("vp_stage"))
+    return bool(arguments["layer_number"] + offset > config.num_layers)
+
+
+def prediction_can_be_recomputed() -> bool:
+    """Whether the host's multi-token prediction runs under its full recompute.
+
+    In 0.18 it hands its checkpoint an argument that the checkpoint does not take.
+    """
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
+
+    taken = inspect.signature(Layer._checkpointed_forward).parameters
+    given = inspect.signature(Layer.forward).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+    return takes_all or "padding_mask" in taken or "padding_mask" not in given
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether linear layers compute in fp8 or fp4."""
+    return bool(config.fp8 or getattr(config, "fp4", None))
+
+
+def keep_attention_input(attention: Any) -> None:
+    """Have a quantized attention keep its input itself, not a copy of it.
+
+    Raises:
+        ValueError: the installed Transformer Engine cannot (older than 2.6).
+    """
+    attention.set_for_recompute_input_layernorm()
+
+
+def keep_mlp_input(mlp: Any) -> None:
+    """Have a quantized MLP or MoE layer keep its input itself, not a copy of it.
+
+    Raises:
+        ValueError: the installed Transformer Engine cannot (older than 2.6).
+    """
+    if hasattr(mlp, "set_for_recompute_pre_mlp_layernorm"):
+        mlp.set_for_recompute_pre_mlp_layernorm()
+        return
+    from megatron.core.extensions.transformer_engine import set_save_original_input
+
+    set_save_original_input(mlp.linear_fc1)
 
 
 def outer_quantization_context(config: Any) -> AbstractContextManager[Any]:

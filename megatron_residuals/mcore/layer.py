@@ -15,7 +15,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mcore.compat import mlp_arguments
+from megatron_residuals.mcore.compat import (
+    is_prediction_layer,
+    is_quantized,
+    keep_attention_input,
+    keep_mlp_input,
+    mlp_arguments,
+)
 from megatron_residuals.modules import ResidualState, SublayerResidual, build_sublayer_residual
 from megatron_residuals.recompute.steps import Step, plain_step
 
@@ -43,7 +49,19 @@ class ResidualLayerMixin:
     With the bias-dropout-adds replaced, the host's ``_forward_attention(x)`` and
     ``_forward_mlp(x)`` return the bare sublayer F(norm(x)); everything around the residual (norms
     fused or not, attention and MLP kinds, recompute inside a sublayer) stays the host's.
+
+    A layer of a multi-token prediction module has no depth of its own: it takes the one hidden
+    state behind the decoder. Where the host builds one from our spec it gets its own class.
     """
+
+    host_layer: type[TransformerLayer]
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Any:
+        """A layer of ours, or for multi-token prediction one of the host's."""
+        if is_prediction_layer(*args, **arguments):
+            del arguments["residual"]
+            return cls.host_layer(*args, **arguments)
+        return super().__new__(cls)
 
     def __init__(
         self, config: Any, submodules: Any, *args: Any, residual: ResidualConfig, **kwargs: Any
@@ -107,10 +125,21 @@ class ResidualLayerMixin:
         return x.detach().requires_grad_()
 
     def discard_norms(self) -> None:
-        """Have the host give up the outputs of its norms and recompute them in backward."""
+        """Have the host give up the outputs of its norms and recompute them in backward.
+
+        A norm fused into the linear layer behind it (``IdentityOp`` here) has no output to give up.
+        A quantized linear layer keeps a quantized copy of its input, so giving up the input would
+        save nothing: it is told to keep the input itself, as the host tells it.
+        """
         self._discards_norms = True
         self.recompute_input_layernorm = not isinstance(self.input_layernorm, IdentityOp)
         self.recompute_pre_mlp_layernorm = not isinstance(self.pre_mlp_layernorm, IdentityOp)
+        if not is_quantized(self.config):
+            return
+        if self.recompute_input_layernorm:
+            keep_attention_input(self.self_attention)
+        if self.recompute_pre_mlp_layernorm:
+            keep_mlp_input(self.mlp)
 
 
 @functools.cache
@@ -118,7 +147,8 @@ def residual_layer_class(base: type[TransformerLayer]) -> type[TransformerLayer]
     """The residual form of a host layer class, one class for each base."""
     if issubclass(base, ResidualLayerMixin):
         return base
-    return type(f"Residual{base.__name__}", (ResidualLayerMixin, base), {"__doc__": base.__doc__})
+    members = {"__doc__": base.__doc__, "host_layer": base}
+    return type(f"Residual{base.__name__}", (ResidualLayerMixin, base), members)
 
 
 def parameter_device(config: Any) -> torch.device | None:

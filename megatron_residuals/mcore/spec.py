@@ -55,6 +55,10 @@ def replace_residual(base_spec: SpecT, residual: ResidualConfig) -> SpecT:
         base_spec: a layer ``ModuleSpec``, ``TransformerBlockSubmodules``, or a function that
             returns one of them (as Megatron >= 0.19 and Bridge call with the configuration).
 
+    The residual ends behind the decoder. Multi-token prediction reads the one hidden state there,
+    with layers of the host's: give the host's ``get_gpt_mtp_block_spec`` the ``base_spec``. Given
+    our block spec it builds the host's layers all the same; a layer spec of ours it refuses.
+
     Raises:
         TypeError: the spec is of another kind, or its layers are not ``TransformerLayer``s.
     """

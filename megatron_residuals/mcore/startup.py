@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron_residuals._version import __version__
+from megatron_residuals.mcore import install
 from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.mcore.optimizer import check_multipliers_are_heard
 from megatron_residuals.pipeline.grid import format_bytes
 from megatron_residuals.planner.memory import MemoryPlan
 from megatron_residuals.planner.sizes import ModelSizes
@@ -24,10 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def announce(route: Route, runner: StageRunner, config: Any) -> None:
-    """Print the report on rank 0 for the first block of a model; log it outside a training loop."""
+    """Print the report on rank 0 for the first block of a model; log it outside a training loop.
+
+    Raises:
+        RuntimeError: a flag is given that this host's training loop would not hear.
+    """
+    install.install()  # a training loop that was imported after us has its seams by now
+    check_multipliers_are_heard(install.OPTIMIZER.state != "stock")
     if len(route.blocks) > 1 or (dist.is_initialized() and dist.get_rank() != 0):
         return
-    text = model_report(route, runner, config)
+    text = f"{install.report()}\n{model_report(route, runner, config)}"
     if global_args() is not None:
         print(text, flush=True)
     else:

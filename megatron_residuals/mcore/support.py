@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mcore.compat import norms_can_be_discarded
+from megatron_residuals.mcore.compat import norms_can_be_discarded, prediction_can_be_recomputed
 
 OFF = (None, False, 0, "none", [], ())
 
@@ -24,7 +24,9 @@ class Refusal(NamedTuple):
 
 REFUSALS = (
     Refusal(
-        "mtp_num_layers", "multi-token prediction is not supported; leave --mtp-num-layers out"
+        "mtp_standalone",
+        "multi-token prediction in a stage in front of the last one sends a payload that the plan "
+        "does not know; put every m of the pipeline layout into the last stage, in front of L",
     ),
     Refusal(
         "overlap_moe_expert_parallel_comm",
@@ -85,6 +87,7 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
         if getattr(config, option, None) not in OFF
     ]
     faults.extend(_recompute_faults(config, residual))
+    faults.extend(_quantized_norm_faults(config, layer_specs, residual))
     faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
     if faults:
         raise ValueError(
@@ -100,6 +103,12 @@ def _recompute_faults(config: Any, residual: ResidualConfig) -> list[str]:
             f"recompute_granularity = 'full' with --residual-recompute {ours}: both would replay "
             "the same layers; use one of the two"
         )
+    predicts = getattr(config, "mtp_num_layers", None)
+    if config.recompute_granularity == "full" and predicts and not prediction_can_be_recomputed():
+        faults.append(
+            "recompute_granularity = 'full' with mtp_num_layers: multi-token prediction of this "
+            "Megatron-Core fails under its own full recompute; use --residual-recompute"
+        )
     checkpoints = config.recompute_granularity == "full" or ours.startswith("block")
     if checkpoints and config.distribute_saved_activations:
         faults.append(
@@ -112,6 +121,26 @@ def _recompute_faults(config: Any, residual: ResidualConfig) -> list[str]:
             "CheckpointWithoutOutput, which recomputes the norms, fails; install it or use none"
         )
     return faults
+
+
+def _quantized_norm_faults(
+    config: Any, layer_specs: Sequence[Any], residual: ResidualConfig
+) -> list[str]:
+    """The host recomputes no norm under delayed scaling, whose history a replay would repeat."""
+    discards = residual.recompute_policy in ("mix", "group")
+    delayed = config.fp8 and config.fp8_recipe == "delayed"
+    if not (discards and delayed and any(map(_has_own_norm, layer_specs))):
+        return []
+    return [
+        f"--residual-recompute {residual.recompute} with fp8_recipe = 'delayed': norms that are "
+        "not fused into the linear layer behind them cannot be recomputed under delayed scaling; "
+        "use another fp8 recipe, or --residual-recompute none"
+    ]
+
+
+def _has_own_norm(spec: Any) -> bool:
+    norms = (spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm)
+    return any(_module(norm) is not IdentityOp for norm in norms)
 
 
 def _layer_faults(spec: Any) -> list[str]:

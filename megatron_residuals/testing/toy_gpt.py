@@ -7,7 +7,9 @@
     assert one.losses == two.losses
 
 Weights depend on the global parameter name and the seed, data on the seed: every layout computes
-the same function, through the host's own schedules (`get_forward_backward_func`).
+the same function, through the host's own schedules (`get_forward_backward_func`). With data or
+context parallelism the ranks' gradients are parts of a mean: train with `toy_training`, which
+wraps the toy as the host's training loop does.
 
 Precision. With `dtype=torch.float64` all that depends on weights or data is float64: parameters
 (norms included: chunks are cast after construction), activations, pipeline messages, and the
@@ -27,14 +29,19 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
 
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.toy_weights import (
@@ -60,11 +67,17 @@ class ToyGPT:
     seq_length: int = 16
     micro_batch_size: int = 2
     num_microbatches: int = 4
+    """Micro-batches of a step, all data-parallel ranks together: they take them in turns."""
     seq_lengths: tuple[int, ...] | None = None
     """Length of each micro-batch, instead of `seq_length` for all (`variable_seq_lengths`)."""
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
+    dp: int = 1
+    cp: int = 1
+    """Context-parallel ranks; the host's local attention has none, a spec must bring its own."""
+    ep: int = 1
+    """Expert-parallel ranks, out of the data-parallel ones."""
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 1234
@@ -83,7 +96,7 @@ class ToyGPT:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp * self.cp
 
 
 class ToyResult(NamedTuple):
@@ -97,7 +110,13 @@ class ToyResult(NamedTuple):
 
 def setup_parallel(toy: ToyGPT) -> None:
     """Initialises the host's parallel state and random states on this rank of `run_ranks`."""
-    parallel_state.initialize_model_parallel(toy.tp, toy.pp, toy.vpp)
+    parallel_state.initialize_model_parallel(
+        toy.tp,
+        toy.pp,
+        toy.vpp,
+        context_parallel_size=toy.cp,
+        expert_model_parallel_size=toy.ep,
+    )
     model_parallel_cuda_manual_seed(toy.seed)
 
 
@@ -118,6 +137,8 @@ def transformer_config(toy: ToyGPT) -> TransformerConfig:
         tensor_model_parallel_size=toy.tp,
         pipeline_model_parallel_size=toy.pp,
         virtual_pipeline_model_parallel_size=toy.vpp,
+        context_parallel_size=toy.cp,
+        expert_model_parallel_size=toy.ep,
         sequence_parallel=toy.sequence_parallel,
         params_dtype=toy.dtype,
         pipeline_dtype=toy.dtype,
@@ -130,7 +151,8 @@ def transformer_config(toy: ToyGPT) -> TransformerConfig:
         # The host insists on this dispatcher, in dense models as well.
         arguments.update(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     arguments.update(toy.config_overrides)
-    return TransformerConfig(**arguments)
+    latent = arguments.get("multi_latent_attention")
+    return (MLATransformerConfig if latent else TransformerConfig)(**arguments)
 
 
 def build_chunks(
@@ -148,15 +170,17 @@ def build_chunks(
     chunks = []
     for chunk_index in range(toy.vpp or 1):
         vp_stage = None if toy.vpp is None else chunk_index
+        layers = _resolve(spec, config, vp_stage)
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=_resolve(spec, config, vp_stage),
+            transformer_layer_spec=layers,
             vocab_size=toy.vocab_size,
             max_sequence_length=max(toy.lengths),
             pre_process=rank == 0 and chunk_index == 0,
             post_process=rank == last_rank and chunk_index == (toy.vpp or 1) - 1,
             position_embedding_type=toy.positions,
             share_embeddings_and_output_weights=toy.tied_embeddings,
+            mtp_block_spec=_prediction_spec(layers, config, vp_stage),
             vp_stage=vp_stage,
         )
         # Torch's norms are born float32, whatever `params_dtype` says.
@@ -167,23 +191,30 @@ def build_chunks(
 
 
 def train_step(
-    chunks: Sequence[GPTModel], toy: ToyGPT, *, forward_only: bool = False
+    chunks: Sequence[torch.nn.Module],
+    toy: ToyGPT,
+    *,
+    forward_only: bool = False,
+    keep_grads: bool = False,
 ) -> list[float]:
     """Runs one step of the host's schedule; gradients are left in `parameter.grad`, replaced.
+
+    Args:
+        keep_grads: leave the gradients to a wrapper around the chunks.
 
     Returns:
         The mean loss of each micro-batch on ranks of the last stage, an empty list elsewhere.
     """
     for chunk in chunks:
         chunk.train(not forward_only)
-        if not forward_only:
+        if not forward_only and not keep_grads:
             chunk.zero_grad(set_to_none=True)
     iterators = [micro_batches(toy) for _ in chunks]
     store = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=iterators if toy.vpp is not None else iterators[0],
         model=list(chunks) if toy.vpp is not None else chunks[0],
-        num_microbatches=toy.num_microbatches,
+        num_microbatches=toy.num_microbatches // toy.dp,
         seq_length=max(toy.lengths),
         micro_batch_size=toy.micro_batch_size,
         decoder_seq_length=max(toy.lengths),
@@ -233,18 +264,39 @@ def merge(results: Sequence[ToyResult]) -> ToyResult:
 
 
 def micro_batches(toy: ToyGPT) -> Iterator[dict[str, torch.Tensor]]:
-    """Random tokens and labels [b, s], positions [b, s] and the causal mask [1, 1, s, s]."""
+    """Random tokens and labels [b, s], positions [b, s] and the causal mask [1, 1, s, s].
+
+    Of all micro-batches those of this rank's share of data parallelism, and of each sequence this
+    rank's share of context parallelism (then the mask, which is of whole sequences, means nothing).
+    """
     generator = torch.Generator().manual_seed(toy.seed)
-    for length in toy.lengths:
+    for index, length in enumerate(toy.lengths):
         tokens = torch.randint(
             toy.vocab_size, (toy.micro_batch_size, length + 1), generator=generator
         )
+        if toy.dp > 1 and index % toy.dp != parallel_state.get_data_parallel_rank():
+            continue
+        own = own_positions(toy, length)
         yield {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "positions": torch.arange(length).expand(toy.micro_batch_size, -1).contiguous(),
+            "tokens": tokens[:, :-1][:, own].contiguous(),
+            "labels": tokens[:, 1:][:, own].contiguous(),
+            "positions": own.expand(toy.micro_batch_size, -1).contiguous(),
             "mask": torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
         }
+
+
+def own_positions(toy: ToyGPT, length: int, rank: int | None = None) -> torch.Tensor:
+    """Positions [s / cp] of a context-parallel rank (this one).
+
+    They are the rank-th of 2 cp slices and the rank-th from the end, as in the host's
+    `get_batch_on_this_cp_rank`.
+    """
+    if toy.cp == 1:
+        return torch.arange(length)
+    if rank is None:
+        rank = parallel_state.get_context_parallel_rank()
+    slices = torch.arange(length).chunk(2 * toy.cp)
+    return torch.cat((slices[rank], slices[2 * toy.cp - 1 - rank]))
 
 
 def _step(toy: ToyGPT, spec: SpecLike, initialise: Initialise) -> ToyResult:
@@ -263,16 +315,40 @@ def _resolve(spec: SpecLike, config: TransformerConfig, vp_stage: int | None) ->
     return spec(config, vp_stage)
 
 
+def _prediction_spec(layers: Spec, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """The spec of multi-token prediction, from the decoder's layers where the host takes them."""
+    if not config.mtp_num_layers:
+        return None
+    stock = isinstance(layers, ModuleSpec) and layers.module is TransformerLayer
+    if not stock and not getattr(layers, "layer_specs", None):
+        layers = get_gpt_layer_local_spec(normalization=config.normalization)
+    return get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp_stage)
+
+
 def _forward_step(
     batches: Iterator[dict[str, torch.Tensor]], model: GPTModel
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
     batch = next(batches)
+    if get_model_config(model).mtp_num_layers is not None:
+        # the host predicts, and weighs the losses of, further tokens only where it has labels; 0.16
+        # asks for labels where there are no further tokens too
+        losses = model(batch["tokens"], batch["positions"], batch["mask"], labels=batch["labels"])
+        return losses, _mean
+
     output = model(batch["tokens"], batch["positions"], batch["mask"])
 
     def loss_function(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         # [b, s, vocab / tp] -> [b * s, vocab]; the host's own loss would cast to float32.
         logits = gather_from_tensor_model_parallel_region(logits).flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
-        return loss, {"loss": loss.detach().clone()}
+        return _mean(
+            torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="none")
+        )
 
     return output, loss_function
+
+
+def _mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the host wants of a loss: this rank's part of a sum over context-parallel ranks."""
+    loss = losses.mean()
+    part = loss / parallel_state.get_context_parallel_world_size()
+    return part, {"loss": loss.detach().clone()}

@@ -3,7 +3,8 @@
 """Weights and gradients of a model by global name, whatever ranks its pieces live on.
 
 A global name is a parameter's name in the model of one process: layer numbers count from the first
-layer of the whole model, and the output weight of tied embeddings is the embedding's.
+layer of the whole model, experts from the first expert of their layer, and the output weight of
+tied embeddings is the embedding's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Initialise = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor | No
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 _SCALE = 0.08
 
 
@@ -40,10 +42,16 @@ def named_globally(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
         if tied and name == "output_layer.weight":
             yield _EMBEDDING, parameter
             continue
+        name = _LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m.group(1))]}.", name)
         yield (
-            _LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m.group(1))]}.", name),
+            _LOCAL_EXPERT.sub(lambda m: str(_first_expert(chunk) + int(m.group(1))), name),
             parameter,
         )
+
+
+def _first_expert(chunk: torch.nn.Module) -> int:
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_rank() * chunk.config.num_moe_experts // ranks
 
 
 @torch.no_grad()
@@ -74,10 +82,15 @@ def full_grads(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
             grad = parameter.grad
             grad = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
             _reduce_over_tp(grad, name, parameter, chunk.config)
-            grads[name] = _gather_over_tp(grad, parameter)
-        if chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process):
+            grads[name] = whole_over_tp(grad, parameter)
+        if _repeats_embedding(chunk) and (chunk.pre_process or chunk.post_process):
             _sum_over_stages(grads, chunk)
     return grads
+
+
+def _repeats_embedding(chunk: torch.nn.Module) -> bool:
+    """Whether the last stage has the embedding too: as output weight, or to predict more tokens."""
+    return chunk.share_embeddings_and_output_weights or bool(chunk.config.mtp_num_layers)
 
 
 def _sum_over_stages(grads: dict[str, torch.Tensor], chunk: torch.nn.Module) -> None:
@@ -104,7 +117,8 @@ def _own_shard(weight: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Ten
     return torch.cat([part.chunk(_tp_size(), dim)[rank] for part in parts], dim)
 
 
-def _gather_over_tp(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+def whole_over_tp(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The whole of a tensor of which each TP rank has what it has of the parameter; collective."""
     if not _is_sharded(parameter) or _tp_size() == 1:
         return grad
     dim, stride = parameter.partition_dim, parameter.partition_stride

@@ -48,13 +48,13 @@ def test_a_refused_option_is_named_with_its_value_and_what_to_do(refusal: Any) -
 
 def test_every_fault_is_in_one_message() -> None:
     config = transformer_config(ToyGPT())
-    config.mtp_num_layers = 1
+    config.mtp_standalone = True
     config.cpu_offloading = True
     config.recompute_granularity = "full"
     specs = layer_specs(mlp=IdentityOp, cross_attention=ModuleSpec(module=torch.nn.Identity))
     with pytest.raises(ValueError) as error:
         check_model(config, specs, ResidualConfig("mhc", recompute="mix"))
-    for part in ("mtp_num_layers", "cpu_offloading", "'full'", "cross-attention", "no mlp"):
+    for part in ("mtp_standalone", "cpu_offloading", "'full'", "cross-attention", "no mlp"):
         assert part in str(error.value)
 
 
