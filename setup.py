@@ -21,8 +21,10 @@ def read_version() -> str:
     return match.group(1)
 
 
+INTERCHANGE = ["safetensors>=0.4"]
+PARITY = ["fla-core>=0.6; platform_system == 'Linux'", "transformers>=5.9"]
 WANDB = ["wandb>=0.16"]
-TRITON = ["triton>=3.0; platform_system == 'Linux'"]
+TRITON = ["triton>=3.5; platform_system == 'Linux'"]
 # The bare `transformer-engine` has no core and raises on import: only ask for it with [pytorch].
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.0"]
 # What megatron.training imports beyond megatron-core's own requirements, and the plots.
@@ -31,6 +33,8 @@ DOCUMENTATION = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 DEVELOPMENT = [
     *DEMO,
     *DOCUMENTATION,
+    *INTERCHANGE,
+    *PARITY,
     "hypothesis>=6.100",
     "mypy>=1.10",
     "pytest>=8.2",
@@ -56,6 +60,7 @@ setup(
     extras_require={
         "wandb": WANDB,
         "triton": TRITON,
+        "interchange": INTERCHANGE,
         "te": TRANSFORMER_ENGINE,
         "demo": DEMO,
         "dev": DEVELOPMENT,

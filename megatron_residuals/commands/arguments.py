@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TypeAlias
 
+from megatron_residuals.depth import raise_faults
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.planner.sizes import ModelSizes, flash_layer_bytes
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+HEAD_SIZE = 128  # of models whose number of heads is not given
 
 
 def add_layout_options(group: argparse._ArgumentGroup) -> None:
@@ -69,6 +73,35 @@ def add_size_options(group: argparse._ArgumentGroup) -> None:
     add("--dtype", choices=ELEMENT_BYTES, default="bf16", help="of activations (default: bf16)")
 
 
+def add_model_options(group: argparse._ArgumentGroup) -> None:
+    """Sizes of attention and MLP; `model_sizes` reads them and those of `add_size_options`."""
+    add = group.add_argument
+    add(
+        "--heads",
+        "--num-attention-heads",
+        type=int,
+        metavar="A",
+        help="attention heads; default: of size 128",
+    )
+    add("--query-groups", "--num-query-groups", type=int, metavar="G", help="default: --heads")
+    add("--ffn-hidden-size", type=int, metavar="F", help="default: 4 H; with --swiglu as Megatron")
+    add("--swiglu", action="store_true", help="gated MLP")
+    add("--no-rope", action="store_true", help="no rotary positions")
+    add("--vocab-size", type=int, default=0, metavar="V", help="default: logits are left out")
+    kept = group.add_mutually_exclusive_group()
+    kept.add_argument(
+        "--host-layer-bytes",
+        type=int,
+        metavar="BYTES",
+        help="kept for backward by one layer's attention and MLP, as measured",
+    )
+    kept.add_argument(
+        "--flash-attention",
+        action="store_true",
+        help="estimate them for fused layers with flash attention (default: the host's local ones)",
+    )
+
+
 def stage_layout(args: argparse.Namespace) -> StageLayout:
     """The stages that the options describe; `args.layers` is the depth.
 
@@ -110,3 +143,37 @@ def stage_layout(args: argparse.Namespace) -> StageLayout:
         account_for_embedding=args.account_for_embedding_in_pipeline_split,
         account_for_loss=args.account_for_loss_in_pipeline_split,
     )
+
+
+def model_sizes(args: argparse.Namespace, command: str) -> ModelSizes:
+    """What the options of `add_size_options` and `add_model_options` describe.
+
+    Raises:
+        ValueError: a needed size is missing, or something is out of range.
+    """
+    needed = ("seq_length", "micro_batch_size", "hidden_size")
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
+    raise_faults(command, [f"missing: {', '.join(missing)}."] if missing else [])
+    ffn = args.ffn_hidden_size
+    if ffn is None:
+        # as Megatron's argument parser completes it
+        ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    sizes = ModelSizes(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=ffn,
+        num_heads=args.heads or max(1, args.hidden_size // HEAD_SIZE),
+        query_groups=args.query_groups,
+        gated=args.swiglu,
+        rope=not args.no_rope,
+        vocab_size=args.vocab_size,
+        tp=args.tp,
+        sequence_parallel=args.sequence_parallel,
+        cp=args.cp,
+        element_bytes=ELEMENT_BYTES[args.dtype],
+        host_layer_bytes=args.host_layer_bytes,
+    )
+    if args.flash_attention:
+        sizes = dataclasses.replace(sizes, host_layer_bytes=flash_layer_bytes(sizes))
+    return sizes

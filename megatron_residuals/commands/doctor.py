@@ -42,6 +42,7 @@ class Findings:
     native_residual_options: list[str] = dataclasses.field(default_factory=list)
     gpus: list[str] = dataclasses.field(default_factory=list)
     seams: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    symbols: list[dict[str, str]] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -149,6 +150,7 @@ def _examine_host(findings: Findings) -> None:
         for field in dataclasses.fields(TransformerConfig)
         if any(part in field.name for part in NATIVE_RESIDUALS)
     ]
+    _examine_symbols(findings)
     was_installed = seams.is_installed()
     try:
         seams.install()
@@ -159,6 +161,19 @@ def _examine_host(findings: Findings) -> None:
     ]
     if not was_installed:
         seams.uninstall()
+
+
+def _examine_symbols(findings: Findings) -> None:
+    """What of the host we subclass, replace or call, and whether it is as expected."""
+    symbols = _import("megatron_residuals.mcore.symbols", findings, COMPLETE_HOST)
+    if not symbols:
+        return
+    findings.symbols = symbols.symbol_table()
+    findings.problems += [
+        f"{row['path']} {row['fault']}; it is needed ({row['use']}): {INSTALL_HOST}"
+        for row in findings.symbols
+        if row["state"] == "missing"
+    ]
 
 
 def _examine_training(findings: Findings) -> None:
@@ -198,6 +213,11 @@ def describe(findings: Findings) -> str:
     lines += ["seams, as they would be in a run"]
     lines += [f"  {seam['state']:<10}{seam['path']}: {seam['purpose']}" for seam in findings.seams]
     lines += [] if findings.seams else ["  not examined"]
+    lines += ["host symbols that are subclassed, replaced or called"]
+    for row in findings.symbols:
+        fault = f" [{row['fault']}]" if row["fault"] else ""
+        lines.append(f"  {row['state']:<10}{row['path']}: {row['use']}{fault}")
+    lines += [] if findings.symbols else ["  not examined"]
     for heading, texts in (("notes", findings.notes), ("problems", findings.problems)):
         lines += [heading, *(f"  - {text}" for text in texts or ["none"])]
     return "\n".join(lines)

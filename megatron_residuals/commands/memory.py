@@ -14,17 +14,17 @@ import warnings
 from typing import Any
 
 from megatron_residuals.commands.arguments import (
-    ELEMENT_BYTES,
     Subparsers,
     add_layout_options,
+    add_model_options,
     add_size_options,
+    model_sizes,
     stage_layout,
 )
 from megatron_residuals.config import MECHANISMS, TRANSPORTS, ResidualConfig
 from megatron_residuals.depth import raise_faults
 from megatron_residuals.pipeline.grid import format_bytes
 from megatron_residuals.planner.memory import MemoryPlan, Prediction, RankMemory
-from megatron_residuals.planner.sizes import ModelSizes
 
 GIB = 2**30
 
@@ -46,8 +46,6 @@ Activations only; weights, gradients, optimizer and the work space of kernels co
 LOCAL_LAYERS = """\
 Attention and MLP are those of the host's local, unfused layers without dropout. Layers of
 Transformer Engine keep less: measure one and give --host-layer-bytes."""
-
-HEAD_SIZE = 128  # of models whose number of heads is not given
 
 
 def register(commands: Subparsers) -> None:
@@ -71,7 +69,7 @@ def register(commands: Subparsers) -> None:
     add_layout_options(parser.add_argument_group("layers per stage (default: all equal)"))
     sizes = parser.add_argument_group("sizes (the first three are needed)")
     add_size_options(sizes)
-    _add_model_options(sizes)
+    add_model_options(sizes)
     parser.set_defaults(handler=run_memory)
 
 
@@ -100,23 +98,6 @@ def _add_residual_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_model_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--heads",
-        "--num-attention-heads",
-        type=int,
-        metavar="A",
-        help="attention heads; default: of size 128",
-    )
-    add("--query-groups", "--num-query-groups", type=int, metavar="G", help="default: --heads")
-    add("--ffn-hidden-size", type=int, metavar="F", help="default: 4 H; with --swiglu as Megatron")
-    add("--swiglu", action="store_true", help="gated MLP")
-    add("--no-rope", action="store_true", help="no rotary positions")
-    add("--vocab-size", type=int, default=0, metavar="V", help="default: logits are left out")
-    add("--host-layer-bytes", type=int, metavar="BYTES", help="of one layer's attention and MLP")
-
-
 def run_memory(args: argparse.Namespace) -> int:
     """Print the predictions; 1 when a budget is given that no policy fits."""
     plan = memory_plan(args)
@@ -136,9 +117,7 @@ def memory_plan(args: argparse.Namespace) -> MemoryPlan:
     Raises:
         ValueError: a needed size is missing, or something is out of range.
     """
-    needed = ("seq_length", "micro_batch_size", "hidden_size")
-    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
-    raise_faults("memory", [f"missing: {', '.join(missing)}."] if missing else [])
+    sizes = model_sizes(args, "memory")
     layout = stage_layout(args)
     given = {
         "streams": args.streams,
@@ -151,32 +130,9 @@ def memory_plan(args: argparse.Namespace) -> MemoryPlan:
         {"mechanism": args.residual, "recompute": args.residual_recompute, **options}
     )
     microbatches = args.pp if args.microbatches is None else args.microbatches
-    plan = MemoryPlan(layout, residual, _sizes(args), microbatches)
+    plan = MemoryPlan(layout, residual, sizes, microbatches)
     plan.predict()  # finds what is wrong with the schedule
     return plan
-
-
-def _sizes(args: argparse.Namespace) -> ModelSizes:
-    ffn = args.ffn_hidden_size
-    if ffn is None:
-        # as Megatron's argument parser completes it
-        ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
-    return ModelSizes(
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=ffn,
-        num_heads=args.heads or max(1, args.hidden_size // HEAD_SIZE),
-        query_groups=args.query_groups,
-        gated=args.swiglu,
-        rope=not args.no_rope,
-        vocab_size=args.vocab_size,
-        tp=args.tp,
-        sequence_parallel=args.sequence_parallel,
-        cp=args.cp,
-        element_bytes=ELEMENT_BYTES[args.dtype],
-        host_layer_bytes=args.host_layer_bytes,
-    )
 
 
 def _measure(plan: MemoryPlan, args: argparse.Namespace) -> dict[str, dict[str, int]]:

@@ -10,7 +10,15 @@ import dataclasses
 import pytest
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mcore.arguments import add_residual_arguments, config_from_args, flag_of
+from megatron_residuals.mcore.arguments import (
+    CONVERT_BLOCK_LENGTH,
+    LR_MULT,
+    WD_MULT,
+    add_residual_arguments,
+    config_from_args,
+    flag_name,
+    flag_of,
+)
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -19,7 +27,9 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_every_option_has_a_flag_and_none_has_a_default() -> None:
     assert set(vars(parse()).values()) == {None}
-    assert len(vars(parse())) == len(dataclasses.fields(ResidualConfig))
+    options = {flag_of(field.name) for field in dataclasses.fields(ResidualConfig)}
+    of_the_run = {flag_name(name) for name in (CONVERT_BLOCK_LENGTH, LR_MULT, WD_MULT)}
+    assert {flag_name(name) for name in vars(parse())} == options | of_the_run
 
 
 def test_flags_make_the_configuration() -> None:
@@ -46,7 +56,8 @@ def test_two_different_mechanisms_and_none_are_refused() -> None:
 def test_a_flag_the_host_already_has_is_refused_by_name() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(flag_of("streams"))
-    with pytest.raises(RuntimeError, match="already has --residual-streams"):
+    parser.add_argument(flag_name(LR_MULT))
+    with pytest.raises(RuntimeError, match="has --residual-streams, --residual-lr-mult"):
         add_residual_arguments(parser)
 
 

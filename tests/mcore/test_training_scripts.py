@@ -11,10 +11,14 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -71,10 +75,15 @@ class Run(NamedTuple):
     log: str
 
     @property
-    def iterations(self) -> dict[int, Iteration]:
+    def lines(self) -> list[tuple[int, Iteration]]:
+        """Every printed line, an iteration that ran twice twice."""
         found = ITERATION.findall(self.log)
-        assert len({number for number, *_ in found}) == len(found)
-        return {int(number): Iteration(*figures) for number, *figures in found}
+        return [(int(number), Iteration(*figures)) for number, *figures in found]
+
+    @property
+    def iterations(self) -> dict[int, Iteration]:
+        assert len(dict(self.lines)) == len(self.lines)
+        return dict(self.lines)
 
 
 def run(folder: Path, command: list[str], python_path: tuple[Path, ...] = (ROOT,)) -> Run:
@@ -82,6 +91,8 @@ def run(folder: Path, command: list[str], python_path: tuple[Path, ...] = (ROOT,
     paths = [*map(str, python_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    # With torchrun's default, restarted ranks find the addresses of the dead in the shared store.
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     log = folder / f"log{len(list(folder.glob('log*')))}"
@@ -106,23 +117,95 @@ def run(folder: Path, command: list[str], python_path: tuple[Path, ...] = (ROOT,
     return Run(status, log.read_text(errors="replace"))
 
 
-def train(folder: Path, command: list[str], python_path: tuple[Path, ...] = (ROOT,)) -> Run:
+def train(
+    folder: Path,
+    command: list[str],
+    python_path: tuple[Path, ...] = (ROOT,),
+    launch: tuple[str, ...] = (),
+) -> Run:
     """Train the toy with ``command`` on two ranks, successfully."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(folder, [*launch, *command, *TOY], python_path)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *launch]
+    done = run(folder, [*torchrun, *command, *TOY], python_path)
     assert done.status == 0, done.log[-4000:]
     return done
 
 
-def test_spec_alone_trains_with_the_named_mechanism(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+@pytest.fixture(scope="module")
+def spec_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """The folder and the log of a run with ``--spec`` alone, saved every second step."""
+    folder = tmp_path_factory.mktemp("spec")
+    (folder / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
     command = [str(SCRIPT), "--spec", "megatron_residuals.specs", "block_attnres"]
-    done = train(tmp_path, command, (tmp_path, ROOT))
+    command += ["--save", "saved", "--save-interval", "2"]
+    return folder, train(folder, command, (folder, ROOT))
+
+
+def test_spec_alone_trains_with_the_named_mechanism_and_reports_once(
+    spec_run: tuple[Path, Run],
+) -> None:
+    _, done = spec_run
+    assert len(SEAMS_REPORT.findall(done.log)) == 1
     assert MODEL_REPORT.findall(done.log) == ["block_attnres()"]
     assert list(done.iterations) == [1, 2, 3, 4]
     first, last = (float(done.iterations[number].loss) for number in (1, 4))
     # ln 63 = 4.14 is the loss of a guess; in four steps it falls a little and does not blow up
     assert 3.9 < last < first < 4.4
+
+
+# Rank 1 is killed in its first life, with half of the fourth step done and messages on their way:
+# a step has eight forward passes of a block, four micro-batches through two chunks.
+KILL_IN_STEP_4 = """
+import os, signal
+if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    from megatron_residuals.testing import cpu_host
+    cpu_host.install(training=True)
+    from megatron_residuals.mcore.block import ResidualTransformerBlock
+    forward, passes = ResidualTransformerBlock.forward, []
+    def counted(self, *args, **kwargs):
+        passes.append(1)
+        if len(passes) == 3 * 8 + 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, *args, **kwargs)
+    ResidualTransformerBlock.forward = counted
+"""
+
+
+def test_a_rank_killed_within_a_step_costs_nothing_but_the_steps_since_the_last_checkpoint(
+    spec_run: tuple[Path, Run], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(KILL_IN_STEP_4)
+    command = [*RUNNER, "--cpu-host", str(SCRIPT), "--residual", "block_attnres"]
+    command += ["--save", "saved", "--save-interval", "2", "--load", "saved"]
+    done = train(tmp_path, command, (tmp_path, ROOT), launch=("--max-restarts", "1"))
+    assert "failed (exitcode: -9) local_rank: 1" in done.log
+    folder, whole = spec_run
+    assert [number for number, _ in done.lines] == [1, 2, 3, 3, 4]
+    for number, figures in done.lines:
+        assert figures.grad_norm == whole.iterations[number].grad_norm
+    assert [figures.loss for number, figures in done.lines if number == 3] == [
+        whole.iterations[3].loss
+    ] * 2
+    expected = stored_tensors(folder / "saved" / "iter_0000004")
+    actual = stored_tensors(tmp_path / "saved" / "iter_0000004")
+    assert actual.keys() == expected.keys()
+    assert any(name.startswith("optimizer.") for name in expected)
+    assert any("mlp_residual.query" in name for name in expected)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a ``torch_dist`` checkpoint, whole."""
+    reader = checkpoint.FileSystemReader(folder)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that there is one process
+        checkpoint.load(tensors, storage_reader=reader)
+    return tensors
 
 
 def test_the_runner_adds_the_flags_reports_once_and_resumes_where_it_saved(tmp_path: Path) -> None:
@@ -133,7 +216,8 @@ def test_the_runner_adds_the_flags_reports_once_and_resumes_where_it_saved(tmp_p
     resumed = train(tmp_path, [*command, "--load", "saved", "--ckpt-step", "1"])
     for done in (whole, resumed):
         assert len(SEAMS_REPORT.findall(done.log)) == 1
-        assert done.log.count("  replaced  megatron.core.") == 3
+        assert done.log.count("  replaced  megatron.core.") == 7
+        assert done.log.count("  replaced  megatron.training.") == 1
         assert MODEL_REPORT.findall(done.log) == ["mhc(streams=2)"]
     assert list(whole.iterations) == [1, 2, 3, 4]
     assert list(resumed.iterations) == [2, 3, 4]

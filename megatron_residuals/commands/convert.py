@@ -1,0 +1,240 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-residuals convert`: checkpoints of plain models, and parameters under public names."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_residuals.commands.arguments import Subparsers
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.arguments import (
+    CONVERT_BLOCK_LENGTH,
+    MECHANISM_FLAG,
+    add_residual_arguments,
+    config_from_args,
+)
+from megatron_residuals.settings import compare_settings, settings_of
+
+if TYPE_CHECKING:
+    from megatron_residuals.interchange import ModelShape
+    from megatron_residuals.interchange.stored import Stored
+
+EXAMPLES = """\
+examples:
+  a plain model becomes one with Block AttnRes (then: --load OUTPUT --finetune)
+    megatron-residuals convert checkpoints/dense checkpoints/attnres \\
+        --residual block_attnres --residual-block-layers 4
+  parameters of the residual alone, under the names of DeepSeek-V4 or Kimi-K3
+    megatron-residuals convert checkpoints/mhc mhc.safetensors --export
+  a plain model, with the residual's parameters from such a file
+    megatron-residuals convert checkpoints/dense checkpoints/mhc --import-from mhc.safetensors \\
+        --residual mhc --residual-mhc-convention dsv4
+"""
+DESCRIPTION = """\
+Add the parameters of a residual to the checkpoint of a plain model, so that it computes what the
+plain model computes (up to the eps of the norms); or write and read them under public names.
+INPUT and OUTPUT are a Megatron checkpoint folder (of all iterations or of one; torch_dist, or torch
+of one rank), a .pt or a .safetensors file. INPUT stays as it is, and OUTPUT must not exist. Files
+are unpickled: convert only checkpoints that you trust."""
+
+
+def register(commands: Subparsers) -> None:
+    """`convert`: plain checkpoints, and public names."""
+    parser = commands.add_parser(
+        "convert",
+        help="add a residual to a plain checkpoint; export, import",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("input", metavar="INPUT", type=Path, help="the checkpoint to start from")
+    add("output", metavar="OUTPUT", type=Path, help="the checkpoint, or file, to write")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--export",
+        action="store_true",
+        help="write the residual's parameters alone, under public names, to OUTPUT.safetensors",
+    )
+    what.add_argument(
+        "--import-from",
+        type=Path,
+        metavar="FILE",
+        help="take the residual's parameters from a safetensors file, or a folder of them, with "
+        "public names, instead of their initial values",
+    )
+    add("--dry-run", action="store_true", help="print what would be done, and write nothing")
+    add("--num-layers", type=int, metavar="L", help="where the keys do not tell")
+    add("--hidden-size", type=int, metavar="H", help="where the keys do not tell")
+    add(
+        "--convert-convention",
+        action="store_true",
+        help="with --import-from: take mHC parameters over into the other convention",
+    )
+    add_residual_arguments(parser)
+    parser.set_defaults(handler=run_convert)
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Convert, and print what was added; 0."""
+    try:
+        with _host_is_quiet():
+            lines = list(_convert(args))
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+    print("\n".join(lines))
+    return 0
+
+
+@contextlib.contextmanager
+def _host_is_quiet() -> Iterator[None]:
+    """Unpickling imports Megatron, which warns of every accelerator library that is not there."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _convert(args: argparse.Namespace) -> Iterator[str]:
+    from megatron_residuals.interchange import ModelShape, open_checkpoint
+    from megatron_residuals.interchange.stored import refuse_existing
+
+    if not args.dry_run:
+        refuse_existing(args.output)
+    source = open_checkpoint(args.input)
+    shapes = source.checkpoint.shapes
+    shape = ModelShape.of(shapes, num_layers=args.num_layers, hidden_size=args.hidden_size)
+    yield (
+        f"input     {source.path / source.inside}: {source.checkpoint.kind}, "
+        f"{shape.num_layers} layers, hidden size {shape.hidden_size}, {len(shapes)} tensors"
+    )
+    yield from (_export if args.export else _extend)(args, source, shape)
+
+
+def _extend(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iterator[str]:
+    """Initial or imported parameters into a checkpoint of the same kind."""
+    from megatron_residuals.interchange import (
+        initial_parameters,
+        is_residual_key,
+        read_residual,
+        shaped_for,
+    )
+
+    config = _asked_for(args)
+    present = [key for key in source.checkpoint.shapes if is_residual_key(key)]
+    if present and args.import_from is None:
+        raise ValueError(
+            f"{args.input} already has the parameters of a residual, {present[0]} among them; "
+            "--export writes them to a file, --import-from replaces them"
+        )
+    if args.import_from is None:
+        parameters = initial_parameters(config, shape.num_layers, shape.hidden_size)
+    else:
+        parameters = read_residual(
+            args.import_from,
+            config,
+            shape.num_layers,
+            shape.hidden_size,
+            convert_convention=args.convert_convention,
+            convert_block_length=bool(getattr(args, CONVERT_BLOCK_LENGTH)),
+        )
+    added = shaped_for(parameters, shape)
+    other = sorted(set(present) - set(added))
+    if other:
+        raise ValueError(f"{args.input} has parameters of another residual, {other[0]} among them")
+    yield f"residual  {config}"
+    yield from _table(added, source)
+    if not args.dry_run:
+        record = settings_of(config, shape.num_layers)
+        source.write_with(args.output, added, record, _run_arguments(args))
+    left_out = source.checkpoint.left_out()
+    yield from [f"left out  {left_out}"] if left_out else []
+    yield _written(args)
+    yield "use       --load OUTPUT --finetune, with the same --residual… flags" + (
+        "; or --no-load-optim to go on counting iterations" if left_out else ""
+    )
+
+
+def _export(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iterator[str]:
+    """The residual's parameters under public names."""
+    from megatron_residuals.interchange import by_layer, is_residual_key, write_residual
+    from megatron_residuals.interchange.public_file import export_residual
+    from megatron_residuals.interchange.tensor_file import SUFFIX
+
+    if args.output.suffix != SUFFIX:
+        raise ValueError(f"{args.output}: --export writes a file that ends in {SUFFIX}")
+    stored = source.checkpoint.read(is_residual_key)
+    if not stored:
+        raise ValueError(f"{args.input} has no parameters of a residual to export")
+    config = _config_of(args, source, shape)
+    parameters = by_layer(stored, shape)
+    tensors, layout = export_residual(parameters, config, shape.num_layers)
+    if not args.dry_run:
+        write_residual(args.output, parameters, config, shape.num_layers)
+    yield f"residual  {config}"
+    yield f"layout    {layout}, {len(tensors)} tensors"
+    yield _written(args)
+
+
+def _asked_for(args: argparse.Namespace) -> ResidualConfig:
+    config = config_from_args(args)
+    if config.mechanism == "residual":
+        raise ValueError(f"{MECHANISM_FLAG} residual has no parameters to add")
+    return config
+
+
+def _config_of(args: argparse.Namespace, source: Stored, shape: ModelShape) -> ResidualConfig:
+    """The residual of a checkpoint, from its record; without one, from the flags."""
+    from megatron_residuals.interchange.public_file import config_of
+
+    record = source.checkpoint.settings()
+    if record is None:
+        if args.residual is None:
+            raise ValueError(
+                f"{args.input} does not say what its residual is; give {MECHANISM_FLAG} NAME and "
+                "its options"
+            )
+        return _asked_for(args)
+    if args.residual is not None:
+        faults = compare_settings(record, settings_of(_asked_for(args), shape.num_layers))
+        if faults:
+            raise ValueError(f"{args.input} is of another residual: {'; '.join(faults)}")
+    return config_of(record)
+
+
+def _run_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags, as a run that saved the new checkpoint would have recorded them."""
+    name = MECHANISM_FLAG.lstrip("-")
+    return {
+        key: value
+        for key, value in vars(args).items()
+        if (key == name or key.startswith(f"{name}_")) and value is not None
+    }
+
+
+def _table(added: Mapping[str, Any], source: Stored) -> Iterator[str]:
+    rows = [("added", "shape", "dtype", "values")]
+    for key, tensor in added.items():
+        low, high = tensor.min().item(), tensor.max().item()
+        values = f"{low:g}" if low == high else f"{low:g} … {high:g}"
+        rows.append((key, str(list(tensor.shape)), str(tensor.dtype).split(".")[-1], values))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  ".join([*cells, row[3]])
+    total = sum(tensor.numel() for tensor in added.values())
+    shapes = source.checkpoint.shapes
+    there = sum(math.prod(shape) for key, shape in shapes.items() if key not in added)
+    yield f"total     {total:,} parameters in {len(added)} tensors, {total / there:+.2%}"
+
+
+def _written(args: argparse.Namespace) -> str:
+    return f"output    {args.output}" + (" (dry run: not written)" if args.dry_run else "")

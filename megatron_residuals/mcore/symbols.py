@@ -1,0 +1,188 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every symbol of the host that we subclass, replace or call, and what we expect of it.
+
+The host gives no promise about most of them. A release that lacks one, or gave it other parameters,
+is found by looking here instead of in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+_CORE, _TRAINING = "megatron.core", "megatron.training"
+_TE = f"{_CORE}.extensions.transformer_engine"
+
+
+@dataclass(frozen=True)
+class HostSymbol:
+    """A name of the host.
+
+    path is dotted, members after their class; parameters are those that we pass or override; use
+    says what we do with it. Where optional, only what use says needs it.
+    """
+
+    path: str
+    parameters: tuple[str, ...] = ()
+    use: str = ""
+    optional: bool = False
+
+    def fault(self) -> str | None:
+        """What is wrong with it in the installed host; None if nothing is."""
+        try:
+            found = _resolve(self.path)
+        except (ImportError, AttributeError) as error:
+            return f"does not exist ({error})"
+        if not self.parameters:
+            return None
+        names = inspect.signature(found).parameters
+        lacking = [name for name in self.parameters if name not in names]
+        if not lacking:
+            return None
+        return f"takes no {', '.join(lacking)} (but {', '.join(names) or 'nothing'})"
+
+
+def _symbol(path: str, parameters: str, use: str, *, optional: bool = False) -> HostSymbol:
+    return HostSymbol(f"{_CORE}.{path}", tuple(parameters.split()), use, optional)
+
+
+_LAYER = "transformer.transformer_layer.TransformerLayer"
+_BLOCK = "transformer.transformer_block.TransformerBlock"
+_P2P = "pipeline_parallel.p2p_communication.P2PCommunicator"
+_HALF = "optimizer.optimizer.Float16OptimizerWithFloat16Params"
+_MESSAGES = "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs"
+_SHARDED = "prefix sharded_offsets metadata"
+
+SYMBOLS = (
+    _symbol(_BLOCK, "config spec pre_process post_process vp_stage pg_collection", "subclassed"),
+    _symbol(f"{_BLOCK}.forward", "hidden_states attention_mask", "overridden"),
+    _symbol(f"{_BLOCK}.set_input_tensor", "input_tensor", "overridden"),
+    _symbol(f"{_BLOCK}.sharded_state_dict", _SHARDED, "saves and loads the parameters"),
+    _symbol(_LAYER, "config submodules layer_number", "mixed into"),
+    _symbol(f"{_LAYER}.forward", "", "overridden"),
+    _symbol(f"{_LAYER}._forward_attention", "hidden_states attention_mask", "runs attention"),
+    _symbol(f"{_LAYER}._forward_mlp", "hidden_states", "runs the MLP"),
+    _symbol(
+        "transformer.transformer_layer.get_transformer_layer_offset", "config", "numbers layers"
+    ),
+    _symbol(_P2P, "pp_group config", "subclassed"),
+    _symbol(f"{_P2P}._communicate", _MESSAGES, "overridden: every message passes here"),
+    _symbol("models.gpt.gpt_model.TransformerBlock", "", "replaced"),
+    _symbol("pipeline_parallel.schedules.P2PCommunicator", "", "replaced"),
+    _symbol(
+        "pipeline_parallel.schedules.get_schedule_table",
+        "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage",
+        "replaced",
+    ),
+    _symbol("dist_checkpointing.load", "sharded_state_dict checkpoint_dir strict", "replaced"),
+    _symbol("dist_checkpointing.ShardedObject", "key data replica_id", "holds the settings"),
+    _symbol("dist_checkpointing.mapping.ShardedTensor", "key data", "read in requests"),
+    _symbol("dist_checkpointing.mapping.ShardedObject", "key data", "read in requests"),
+    _symbol("dist_checkpointing.mapping.ShardedTensorFactory.build", "", "read in requests"),
+    _symbol("dist_checkpointing.mapping.LocalNonpersistentObject", "obj", "keeps initial values"),
+    _symbol("dist_checkpointing.dict_utils.nested_values", "x", "reads requests"),
+    _symbol("dist_checkpointing.dict_utils.dict_list_map_outplace", "f x", "changes requests"),
+    _symbol("transformer.module.MegatronModule", "config", "subclassed"),
+    _symbol("transformer.module.MegatronModule.sharded_state_dict", _SHARDED, "overridden"),
+    _symbol("transformer.spec_utils.ModuleSpec", "module params submodules", "subclassed"),
+    _symbol(
+        "transformer.transformer_block.TransformerBlockSubmodules",
+        "layer_specs layer_norm",
+        "subclassed",
+    ),
+    _symbol(
+        "transformer.transformer_block._get_block_submodules",
+        "config spec vp_stage pp_rank",
+        "builds the layers of a stage",
+    ),
+    _symbol(
+        "transformer.transformer_block.get_num_layers_to_build",
+        "config vp_stage pp_rank",
+        "splits the layers over stages",
+    ),
+    _symbol(
+        "models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
+        "config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank",
+        "builds the layers without --spec",
+    ),
+    _symbol("transformer.enums.LayerType.decoder", "", "splits the layers over stages"),
+    _symbol("transformer.identity_op.IdentityOp", "", "tells fused norms"),
+    _symbol("tensor_parallel.checkpoint", "function distribute_saved_activations", "recomputes"),
+    _symbol("tensor_parallel.get_cuda_rng_tracker", "", "random states of sequence parallelism"),
+    _symbol("tensor_parallel.random.get_cuda_rng_tracker", "", "recomputes"),
+    _symbol("tensor_parallel.random.CheckpointWithoutOutput", "fp8", "discards norms"),
+    _symbol("tensor_parallel.random.HAVE_TE", "", "discards norms"),
+    _symbol("utils.make_viewless_tensor", "inp requires_grad keep_graph", "ends a stage"),
+    _symbol("optimizer.get_megatron_optimizer", "config model_chunks", "trains"),
+    _symbol("optimizer.OptimizerConfig", "lr min_lr", "multipliers of the optimizer"),
+    _symbol("optimizer.ParamKey", "with_name_predicate", "multipliers of the optimizer"),
+    _symbol("optimizer.get_standard_config_overrides", "config", "multipliers of the optimizer"),
+    _symbol(
+        "optimizer.optimizer_config.ParamWithNamePredicate",
+        "name fn",
+        "multipliers of the optimizer",
+    ),
+    _symbol("optimizer_param_scheduler.ParamGroupOverride", "", "multipliers of the optimizer"),
+    _symbol(f"{_HALF}.sharded_state_dict", "model_sharded_state_dict", "replaced"),
+    _symbol(f"{_HALF}.load_state_dict", "state_dict", "replaced"),
+    _symbol(
+        "optimizer.distrib_optimizer.DistributedOptimizer._build_optimizer_group_ranges",
+        "param_groups gbuf_ranges",
+        "replaced",
+    ),
+    _symbol(
+        "transformer.multi_token_prediction.MultiTokenPredictionLayer",
+        "",
+        "tells the layers of multi-token prediction",
+    ),
+    _symbol("fp8_utils.get_fp8_context", "config layer_no", "--fp8-format", optional=True),
+    _symbol("fp4_utils.get_fp4_context", "config layer_no", "--fp4-format", optional=True),
+    HostSymbol(
+        f"{_TE}.te_checkpoint",
+        ("forward_func", "distribute_saved_activations", "get_rng_state_tracker", "tp_group"),
+        "recomputes with fp8",
+        optional=True,
+    ),
+    HostSymbol(f"{_TE}.set_save_original_input", ("module",), "fp8 with mix, group", optional=True),
+    HostSymbol(
+        f"{_TRAINING}.arguments.add_megatron_arguments",
+        ("parser",),
+        "replaced: adds our flags (python -m megatron_residuals.run)",
+        optional=True,
+    ),
+    HostSymbol(
+        f"{_TRAINING}.training.get_megatron_optimizer_config",
+        ("args",),
+        "replaced: --residual-lr-mult, --residual-wd-mult",
+        optional=True,
+    ),
+)
+
+
+def _resolve(path: str) -> Any:
+    """The object of a dotted path: modules as far as there are any, then attributes."""
+    words = path.split(".")
+    for length in range(len(words), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(words[:length]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                raise
+            continue
+        for word in words[length:]:
+            found = getattr(found, word)
+        return found
+    raise ImportError(f"no module {words[0]}")
+
+
+def symbol_table() -> list[dict[str, str]]:
+    """A row for every symbol: state (ok, missing, or absent where optional), path, use, fault."""
+    rows = []
+    for symbol in SYMBOLS:
+        fault = symbol.fault()
+        state = "ok" if fault is None else "absent" if symbol.optional else "missing"
+        rows.append({"state": state, "path": symbol.path, "use": symbol.use, "fault": fault or ""})
+    return rows
