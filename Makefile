@@ -9,7 +9,7 @@ PYTHON ?=
 QUICK ?=
 # Megatron-Core releases tested beside the newest one, which .ci/requirements/main.txt pins.
 HOSTS ?= 0.16.1 0.17.1 0.18.2
-# Arguments of the transport benchmark, e.g. BENCH_ARGS='--vpp 1'.
+# Arguments of the transport benchmark, the first of `make bench`, e.g. BENCH_ARGS='--vpp 1'.
 BENCH_ARGS ?=
 # Processes that run tests side by side (0: none but pytest's own), and more arguments for pytest.
 WORKERS ?= 2
@@ -28,7 +28,8 @@ help:
 	@echo 'make test       set everything up, run the linter and all tests that need no GPU, on every host'
 	@echo "                (WORKERS=4, HOSTS='0.18.2', PYTEST_ARGS='-k name')"
 	@echo 'make dev        make the environments to work in: .venv and the other hosts'
-	@echo 'make bench      what the pipeline transports cost, as ratios (BENCH_ARGS="--vpp 1")'
+	@echo 'make bench      transports, mechanisms and whole models beside each other, as ratios;'
+	@echo '                JSON in runs/bench (BENCH_ARGS="--vpp 1" is for the transports)'
 	@echo 'make docs       the documentation site, in build/site'
 	@echo 'make check      linter, formatting and types, in seconds'
 	@echo 'make format     let the linter repair and format the code'
@@ -51,6 +52,9 @@ test: setup
 
 bench: setup
 	@OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.transport $(BENCH_ARGS)
+	@for mechanism in mhc attnres; do OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.kernels \
+		--mechanism $$mechanism --json runs/bench/$$mechanism.json || exit; done
+	@OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.model --json runs/bench/model.json
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(venv_python) -m mkdocs build --strict --quiet
