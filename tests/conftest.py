@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import warnings
@@ -21,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "first on sys.path. Run `make test`, which sets PYTHONPATH, or unset "
             "MEGATRON_RESIDUALS_EXPECTED_HOST."
         )
+    if importlib.util.find_spec("triton") is not None and not has_gpu():
+        # Triton decides when it is first imported whether its interpreter runs the kernels.
+        os.environ["TRITON_INTERPRET"] = "1"
     if is_xdist_controller(config):
         return
     from megatron_residuals.testing import cpu_host
@@ -29,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # It imports Megatron, which warns of each accelerator library that is not there.
         warnings.simplefilter("ignore")
         cpu_host.install()
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA device, without importing torch."""
+    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/dxg")
 
 
 def is_xdist_controller(config: pytest.Config) -> bool:

@@ -42,16 +42,20 @@ FLOORS = {
     "_version": floor(0),
     "config": floor(0),
     "depth": floor(0),
+    "settings": floor(0),
+    "two_phase": floor(0),
     "pipeline": floor(0),
     "pipeline.source_cache": floor(4, "torch"),
     "planner": floor(1),
     "functional": floor(1, "torch"),
-    "kernels": floor(2, "torch triton"),
+    "kernels": floor(2, "torch triton", "fla"),
     "modules": floor(3, "torch"),
     "recompute": floor(1),
     "recompute.steps": floor(3, "torch"),
     "recompute.accounting": floor(3, "torch"),
     "diagnostics": floor(4, "torch", "matplotlib numpy tensorboard wandb"),
+    "interchange": floor(4, "torch", "safetensors"),
+    "interchange.names": floor(1),
     "mcore": floor(5, "torch megatron packaging", "transformer_engine"),
     "testing": floor(5.5, "torch megatron numpy typing_extensions", "pytest triton"),
     "specs": floor(6, "torch megatron"),
@@ -329,11 +333,16 @@ def missing_annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[st
     return missing + (["return"] if node.returns is None else [])
 
 
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Triton compiles it for the types that come; its annotations mean something else."""
+    return any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
+
+
 def test_every_signature_of_the_package_is_annotated() -> None:
     faults = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_kernel(node):
                 if missing := missing_annotations(node):
                     where = f"{path.relative_to(ROOT)}:{node.lineno}"
                     faults.append(f"{where}: {node.name} lacks {', '.join(missing)}")

@@ -23,9 +23,17 @@ import megatron_residuals
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"megatron_residuals", "patches", "examples", "tests", "launch", "docs"}
-FILES = {"setup.py", "README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml"}
+FILES = {
+    "mkdocs.yml",
+    "setup.py",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "pyproject.toml",
+}
 ALLOWED = {"benchmarks", ".ci", ".gitignore", ".git"}
-EXTRAS = {"wandb", "triton", "te", "demo", "dev", "docs"}
+EXTRAS = {"interchange", "wandb", "triton", "te", "demo", "dev", "docs"}
 
 
 @pytest.fixture(scope="module")

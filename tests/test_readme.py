@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents say what is so: commands work, printed output is real, links lead somewhere.
 
-Commands are run where a laptop can. Where they need a cluster, or minutes, the part that this
-project answers for is checked: a make target, the launch script's dry run, the `--residual` flags.
+Commands are run where a laptop can. Where they need a cluster, or minutes, what this project answers
+for is checked: a make target, the launch script's dry run, the `--residual` flags.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron_residuals.cli import build_parser
 from megatron_residuals.mcore.arguments import add_residual_arguments, config_from_args
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +117,11 @@ def run_it(command: Command, shell: Shell) -> str:
     return shell.run("bash", "-o", "pipefail", "-c", command.text)
 
 
+def cli_arguments(command: Command, shell: Shell) -> None:
+    """A subcommand whose files exist elsewhere: its arguments are parsed."""
+    build_parser().parse_args(command.words[1:])
+
+
 def make_target(command: Command, shell: Shell) -> None:
     shell.run("bash", "-c", re.sub(r"\bmake\b", "make --dry-run", command.text, count=1))
 
@@ -136,13 +142,13 @@ def pip_install(command: Command, shell: Shell) -> None:
         shutil.copytree(ROOT / "megatron_residuals", copy / "megatron_residuals", ignore=ignored)
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, copy)
-    options = ("--dry-run", "--no-deps", "--no-build-isolation", "--no-index", "--quiet")
+    options = "--dry-run --no-deps --no-build-isolation --no-index --quiet".split()
     shell.run(sys.executable, "-m", "pip", "install", *options, ".", cwd=copy)
 
 
 def launch_script(command: Command, shell: Shell) -> None:
     """A dry run where the script has one, and the flags that come out of it; else its syntax."""
-    (script,) = [ROOT / word for word in command.words if re.fullmatch(r"(\./)?launch/\S+", word)]
+    (script,) = [ROOT / word for word in command.words if re.match(r"(\./)?launch/", word)]
     if "DRY_RUN" in script.read_text(encoding="utf-8"):
         residual_flags(Command(shell.run("bash", "-c", command.text, DRY_RUN="1")), shell)
     else:
@@ -174,8 +180,8 @@ def patch_exists(command: Command, shell: Shell) -> None:
 def example_help(command: Command, shell: Shell) -> None:
     script = next(word for word in command.words if word.endswith(".py"))
     usage = shell.run(sys.executable, script, "--help")
-    for option in (word.partition("=")[0] for word in command.words if word.startswith("--")):
-        assert option in usage, f"{script} has no option {option}"
+    options = [word.partition("=")[0] for word in command.words if word.startswith("--")]
+    assert [option for option in options if option not in usage] == [], script
 
 
 def benchmark_options(command: Command, shell: Shell) -> None:
@@ -188,9 +194,9 @@ def accept(command: Command, shell: Shell) -> None:
     """Nothing of this project can be wrong about it."""
 
 
-# What a command starts with, behind its assignments, and how it is checked. Only what `run_it`
-# runs may show output.
+# What a command starts with, and how it is checked. Only what `run_it` runs may show output.
 TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
+    (r"megatron-residuals (report|convert)\b", cli_arguments),
     (r"megatron-residuals\b", run_it),
     (r"make\b", make_target),
     (r"(python3? -m )?pip install (-e |--editable )?['\"]?\.", pip_install),
@@ -206,8 +212,7 @@ TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
 
 def check(command: Command, shell: Shell) -> None:
     """Check a command by the first line of TABLE that it matches."""
-    words = command.words
-    if not words:  # assignments alone
+    if not (words := command.words):  # assignments alone
         return
     plain = command.text[command.text.index(words[0]) :].split(" #")[0].strip()
     how = next((how for pattern, how in TABLE if re.match(pattern, plain)), None)
@@ -250,9 +255,7 @@ def test_every_command_works_and_prints_what_the_document_shows(block: Block, sh
 
 
 @pytest.mark.parametrize("block", named("python"))
-def test_every_python_block_compiles_imports_what_exists_and_runs_if_marked(
-    block: Block, shell: Shell
-) -> None:
+def test_python_blocks_import_what_exists_and_run_if_marked(block: Block, shell: Shell) -> None:
     where = f"{block.path.name}:{block.line}"
     tree = ast.parse(block.text, filename=where)
     for node in ast.walk(tree):
@@ -345,8 +348,7 @@ def test_every_row_of_the_support_matrix_names_a_test_that_exists() -> None:
 
 
 def document(folder: Path, text: str) -> Path:
-    path = folder / "README.md"
-    path.write_text(text, encoding="utf-8")
+    (path := folder / "README.md").write_text(text, encoding="utf-8")
     return path
 
 
@@ -354,7 +356,6 @@ def document(folder: Path, text: str) -> Path:
     ("commands", "complaint"),
     [
         ("```bash\nrm -rf build\n```", "Extend its TABLE"),
-        ("```bash\nmake no-such-target\n```", "no-such-target"),
         ("```bash\n# twice\nmake help && make no-such-target\n```", "no-such-target"),
         ("```bash\nmegatron-residuals plan --layers 4 --block-layers 1 --ranks 2\n```", "--ranks"),
         ("```bash\npip install '.[dve]'\n```", "unknown extra"),
@@ -395,6 +396,5 @@ def test_a_row_without_a_test_that_exists_is_found() -> None:
     good = "`tests/test_readme.py::test_a_link_that_leads_nowhere_is_found`, conftest.py"
     assert missing_tests(good) == []
     assert missing_tests("`test_a_link_that_leads_nowhere_is_found`") == []
-    assert missing_tests("tests/test_readme.py::test_nothing") == [
-        "tests/test_readme.py::test_nothing"
-    ]
+    nothing = "tests/test_readme.py::test_nothing"
+    assert missing_tests(nothing) == [nothing]

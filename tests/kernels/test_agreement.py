@@ -26,11 +26,16 @@ ordinary_cases = pytest.mark.parametrize("case", ORDINARY.values(), ids=ORDINARY
 
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_forward_is_that_of_the_reference_bit_for_bit(case: Case, dtype: torch.dtype) -> None:
+def test_the_forward_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> None:
+    """Bit for bit, but for the order in which a read or a write adds up the streams."""
     tensors = case.tensors(dtype)
     actual, expected = case.kernel(*tensors), case.reference(*tensors)
     for mine, theirs in zip(actual, expected, strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+        if case.name.startswith(("read", "write")):
+            assert_close(mine, theirs, dtype=dtype, kind="same_math")
+        else:
+            assert torch.equal(mine, theirs)
 
 
 @every_case

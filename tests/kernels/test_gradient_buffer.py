@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of 16-bit sources with many readers: summed in float32, rounded once."""
+"""Gradients of sources with many readers: summed in place, in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.kernels import GradientBuffer, buffered, read_sources
-from megatron_residuals.modules import SourceState, open_state
+from megatron_residuals.modules import open_state
 from megatron_residuals.modules import state as state_module
 from tests.functional.loops import random_tensors
 from tests.modules.tiny_model import TinyModel, tokens
 
 D, LEAD, EPS, READERS = 16, (6, 2), 1e-6, 9
 SIXTEEN_BIT = [torch.bfloat16, torch.float16]
+EVERY_DTYPE = [*SIXTEEN_BIT, torch.float32, torch.float64]
 
 
 class Readers:
@@ -159,15 +160,7 @@ def test_two_backward_passes_over_one_graph_give_the_same() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_sources_of_float32_or_wider_are_left_as_they_are(dtype: torch.dtype) -> None:
-    source = torch.ones(D, dtype=dtype, requires_grad=True)
-    same, buffer = buffered(source)
-    assert same is source and buffer is None
-    assert SourceState.of([source], source) == SourceState((source,), source, (None,))
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
 def test_sources_without_gradient_are_left_as_they_are(dtype: torch.dtype) -> None:
     frozen = torch.ones(D, dtype=dtype)
     assert buffered(frozen) == (frozen, None)
@@ -176,7 +169,7 @@ def test_sources_without_gradient_are_left_as_they_are(dtype: torch.dtype) -> No
         assert buffered(trained) == (trained, None)
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
 def test_a_buffered_source_is_a_reference_to_the_same_memory(dtype: torch.dtype) -> None:
     source = torch.ones(LEAD, dtype=dtype, requires_grad=True)
     reference, buffer = buffered(source)

@@ -134,5 +134,9 @@ def test_kernels_and_references_have_the_same_names_and_parameters() -> None:
     for name in set(kernels.__all__) & set(functional.__all__):
         lean = inspect.signature(getattr(kernels, name)).parameters
         full = inspect.signature(getattr(functional, name)).parameters
-        assert list(full) == [each for each in lean if each != "buffers"], name
-    assert set(kernels.__all__) - set(functional.__all__) == {"GradientBuffer", "buffered"}
+        assert list(full) == [each for each in lean if each not in ("buffers", "backend")], name
+    assert set(kernels.__all__) - set(functional.__all__) == {
+        "GradientBuffer",
+        "buffered",
+        "depositing",
+    }

@@ -62,9 +62,13 @@ def test_inner_checkpoints_are_the_layers_of_each_segment_or_none() -> None:
         for segment in block_segments(depth, sublayers, by_layer=False):
             assert segment.inner == ()
         for segment in block_segments(depth, sublayers, by_layer=True):
+            layers = {i // 2 for i in segment.sublayers}
+            if len(layers) == 1:
+                # a checkpoint of the same sublayers inside would replay them twice for nothing
+                assert segment.inner == ()
+                continue
             assert joined(segment.inner) == list(segment.sublayers)
             assert all(len({i // 2 for i in part}) == 1 for part in segment.inner)
-            layers = {i // 2 for i in segment.sublayers}
             assert len(segment.inner) == len(layers)
 
 
