@@ -6,30 +6,45 @@ Every function takes leading dimensions as ``...``, runs on CPU in float64, and 
 float32 whatever the dtype of the activations.
 """
 
-from megatron_residuals.functional.depth_attention import depth_weights, read_sources
+from megatron_residuals.functional.depth_attention import (
+    ClosedRead,
+    depth_weights,
+    merge_running,
+    read_closed,
+    read_sources,
+)
 from megatron_residuals.functional.sinkhorn import sinkhorn_dsv4, sinkhorn_paper
 from megatron_residuals.functional.streams import (
+    Boundary,
     StreamCoefficients,
+    StreamUpdate,
     contract_streams,
     expand_streams,
     hc_coefficients,
     mhc_coefficients,
     mhc_head_weights,
     read_streams,
+    update_and_read,
     write_streams,
 )
 
 __all__ = [
+    "Boundary",
+    "ClosedRead",
     "StreamCoefficients",
+    "StreamUpdate",
     "contract_streams",
     "depth_weights",
     "expand_streams",
     "hc_coefficients",
+    "merge_running",
     "mhc_coefficients",
     "mhc_head_weights",
+    "read_closed",
     "read_sources",
     "read_streams",
     "sinkhorn_dsv4",
     "sinkhorn_paper",
+    "update_and_read",
     "write_streams",
 ]

@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over depth: a sublayer's learned query attends to the outputs of earlier sublayers.
 
-Shapes: every source [..., d]; query and key_gain [d].
+Shapes: every source [..., d]; query and key_gain [d]. Queries are parameters, so all sublayers of a
+block can attend to the finished sources at once (`read_closed`) and later merge what they got with
+the running sum (`merge_running`); that is the same function as `read_sources` over all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,3 +65,59 @@ def read_sources(
     -> [..., d] in the dtype of the sources (Attention Residuals, eq. 3 and 6).
     """
     return mix_sources(sources, depth_weights(sources, query, key_gain, eps=eps))
+
+
+class ClosedRead(NamedTuple):
+    """What the finished sources alone give one reader.
+
+    Attributes:
+        values: weighted sum over these sources [..., d], in their dtype.
+        log_sum: log of the sum of the exponentials of their logits [...], float32 or wider.
+        direction: query o key_gain of the reader [d], float32 or wider.
+    """
+
+    values: Tensor
+    log_sum: Tensor
+    direction: Tensor
+
+
+def read_closed(
+    sources: Sequence[Tensor], directions: Tensor, *, eps: float
+) -> tuple[ClosedRead, ...]:
+    """First phase: what every reader gets from the finished sources.
+
+    directions [S, d] are the products query o key_gain of S readers (Attention Residuals, section
+    4.2).
+    """
+    reads = []
+    for direction in directions.to(wide(sources[0]).dtype).unbind():
+        gain = torch.ones_like(direction)
+        dots, inverse_rms = score_sources(sources, direction, gain, eps=eps)
+        logits = inverse_rms * dots
+        values = mix_sources(sources, torch.softmax(logits, dim=0))
+        reads.append(ClosedRead(values, torch.logsumexp(logits, dim=0), direction))
+    return tuple(reads)
+
+
+def merge_running(
+    values: Tensor,
+    log_sum: Tensor,
+    direction: Tensor,
+    partial: Tensor,
+    output: Tensor | None = None,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Second phase: one reader's x [..., d] and the running sum, an output added to it first.
+
+    x = (1 - p) values + p partial with p = sigmoid(logit of the partial - log_sum): the online
+    softmax over the finished sources and one more. ``output`` is what a sublayer has returned and
+    nobody added yet.
+    """
+    if output is not None:
+        partial = partial + output
+    gain = torch.ones_like(direction)
+    dots, inverse_rms = score_sources([partial], direction, gain, eps=eps)
+    share = torch.sigmoid(inverse_rms[0] * dots[0] - log_sum)
+    x = mix_sources([values, partial], torch.stack([1 - share, share]))
+    return x, partial

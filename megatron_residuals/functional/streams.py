@@ -24,6 +24,24 @@ class StreamCoefficients(NamedTuple):
     h_res: Tensor
 
 
+class StreamUpdate(NamedTuple):
+    """A write that is still to be done: output [..., d], h_post [..., n], h_res [..., n, n]."""
+
+    output: Tensor
+    h_post: Tensor
+    h_res: Tensor
+
+
+class Boundary(NamedTuple):
+    """What lies between two sublayers: the streams there, the next input x and coefficients."""
+
+    streams: Tensor
+    x: Tensor
+    h_pre: Tensor
+    h_post: Tensor
+    h_res: Tensor
+
+
 def _weighted(equation: str, coefficients: Tensor, streams: Tensor) -> Tensor:
     """einsum in the wider of the two dtypes, at least float32, whatever autocast says."""
     dtype = torch.promote_types(coefficients.dtype, wide(streams).dtype)
@@ -133,6 +151,29 @@ def mhc_activations(
         comb = sinkhorn_dsv4(res, iterations=iterations, eps=eps)
         return StreamCoefficients(h_pre + eps, h_post, comb.transpose(-1, -2))
     return StreamCoefficients(h_pre, h_post, sinkhorn_paper(res, iterations=iterations))
+
+
+def update_and_read(
+    streams: Tensor,
+    update: StreamUpdate | None,
+    mapping: Tensor,
+    bias: Tensor,
+    alpha: Tensor,
+    *,
+    convention: str,
+    iterations: int,
+    eps: float,
+) -> Boundary:
+    """A write, then coefficients of mHC from what was written, and the read with them.
+
+    Without an update the streams are read as they are.
+    """
+    if update is not None:
+        streams = write_streams(streams, update.h_post, update.h_res, update.output)
+    coefficients = mhc_coefficients(
+        streams, mapping, bias, alpha, convention=convention, iterations=iterations, eps=eps
+    )
+    return Boundary(streams, read_streams(streams, coefficients.h_pre), *coefficients)
 
 
 def mhc_head_weights(

@@ -6,8 +6,9 @@ What autograd keeps for backward is references to tensors that exist anyway (str
 output of a sublayer) and a few float32 numbers per token; the rest is worked out again.
 """
 
-from megatron_residuals.kernels.depth_attention import read_sources
-from megatron_residuals.kernels.gradient_buffer import GradientBuffer, buffered
+from megatron_residuals.kernels.boundary import update_and_read
+from megatron_residuals.kernels.depth_attention import merge_running, read_closed, read_sources
+from megatron_residuals.kernels.gradient_buffer import GradientBuffer, buffered, depositing
 from megatron_residuals.kernels.streams import (
     hc_coefficients,
     mhc_coefficients,
@@ -19,10 +20,14 @@ from megatron_residuals.kernels.streams import (
 __all__ = [
     "GradientBuffer",
     "buffered",
+    "depositing",
     "hc_coefficients",
+    "merge_running",
     "mhc_coefficients",
     "mhc_head_weights",
+    "read_closed",
     "read_sources",
     "read_streams",
+    "update_and_read",
     "write_streams",
 ]

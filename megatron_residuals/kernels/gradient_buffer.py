@@ -1,10 +1,12 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a tensor with many readers, summed in float32.
+"""Gradients of a tensor with many readers, summed in place, in float32 or wider.
 
-A depth source of a 16-bit model is read by every later sublayer. Autograd would sum those gradients
-in 16 bit, rounding after each. Readers that know the buffer of a source add to it instead, and the
-source's own backward, which autograd runs after all of them, takes the sum out.
+A depth source is read by every later sublayer. Autograd would write each of those gradients out and
+sum them in the source's own dtype, in 16 bit rounding after each. Readers that know the buffer of a
+source add to it instead, and the source's own backward, which autograd runs after all of them,
+takes the sum out. Readers are added one by one, the last first, however many of them share a pass:
+so a pipeline stage that ends between two of them does not change the sum.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ from torch import Tensor
 
 
 class GradientBuffer:
-    """The float32 sum of what the readers of one source have sent back so far."""
+    """The sum of what the readers of one source have sent back so far, float32 or wider."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
         self._backward = -1
 
-    def add(self, gradient: Tensor) -> None:
-        """Add one reader's gradient, in float32; the tensor is the buffer's from now on."""
+    def accumulator(self, source: Tensor) -> Tensor:
+        """The sum itself [..., d], for readers to add to in place; zero at first."""
         total = self.take()
-        self._total = gradient if total is None else total.add_(gradient)
-        self._backward = torch._C._current_graph_task_id()
+        if total is None:
+            dtype = torch.promote_types(source.dtype, torch.float32)
+            memory_format = torch.contiguous_format
+            total = torch.zeros_like(source, dtype=dtype, memory_format=memory_format)
+        self._total, self._backward = total, torch._C._current_graph_task_id()
+        return total
 
     def take(self) -> Tensor | None:
         """The sum of this backward, leaving the buffer empty; None when no reader has sent any.
@@ -58,12 +64,35 @@ class _Collect(torch.autograd.Function):
         return total.to(ctx.dtype), None
 
 
-def buffered(source: Tensor) -> tuple[Tensor, GradientBuffer | None]:
-    """The source with a buffer for its readers, where rounding is worth avoiding.
+class _Deposit(torch.autograd.Function):
+    """Identity; in backward, the gradient goes into the buffer."""
 
-    Sources of float32 or wider, and those without gradient, come back as they are with None.
-    """
-    if source.dtype.itemsize >= 4 or not (source.requires_grad and torch.is_grad_enabled()):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, buffer: GradientBuffer) -> Tensor:
+        """The source."""
+        ctx.set_materialize_grads(False)
+        ctx.buffer = buffer
+        return source.view_as(source)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        """Added to what later readers have left there."""
+        if gradient is not None:
+            ctx.buffer.accumulator(gradient).add_(gradient)
+        return None, None
+
+
+def buffered(source: Tensor) -> tuple[Tensor, GradientBuffer | None]:
+    """The source with a buffer for its readers; itself and None where it gets no gradient."""
+    if not (source.requires_grad and torch.is_grad_enabled()):
         return source, None
     buffer = GradientBuffer()
     return _Collect.apply(source, buffer), buffer
+
+
+def depositing(source: Tensor, buffer: GradientBuffer | None) -> Tensor:
+    """The source for a reader that does not know its buffer, as the payload of a pipeline stage.
+
+    What comes back through autograd is added in its turn, before that of earlier readers.
+    """
+    return source if buffer is None else _Deposit.apply(source, buffer)

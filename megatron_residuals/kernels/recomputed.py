@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_residuals.functional.precision import without_autocast
+
 
 class _Recomputed(torch.autograd.Function):
     """Runs the function again in backward; for functions that cost little and keep much."""
@@ -19,23 +21,26 @@ class _Recomputed(torch.autograd.Function):
         """The function's value."""
         ctx.fn = fn
         ctx.save_for_backward(*tensors)
-        return fn(*tensors)
+        with without_autocast(tensors[0]):
+            return fn(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs through a second run."""
+        """Gradients of the inputs through a second run, in its precision inside autocast too."""
+        saved = ctx.saved_tensors
         inputs = [
             tensor.detach().requires_grad_(needed)
-            for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+            for tensor, needed in zip(saved, ctx.needs_input_grad[1:], strict=True)
         ]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        with torch.enable_grad():
-            values = ctx.fn(*inputs)
-        values = (values,) if isinstance(values, Tensor) else values
-        pairs = zip(values, gradients, strict=True)
-        # of several values, some may depend on frozen inputs alone
-        roots, gradients = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
-        found = iter(torch.autograd.grad(roots, wanted, gradients, allow_unused=True))
+        with without_autocast(saved[0]):
+            with torch.enable_grad():
+                values = ctx.fn(*inputs)
+            values = (values,) if isinstance(values, Tensor) else values
+            pairs = zip(values, gradients, strict=True)
+            # of several values, some may depend on frozen inputs alone
+            roots, gradients = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+            found = iter(torch.autograd.grad(roots, wanted, gradients, allow_unused=True))
         return None, *[next(found) if tensor.requires_grad else None for tensor in inputs]
 
 

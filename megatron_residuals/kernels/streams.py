@@ -13,18 +13,34 @@ from torch import Tensor
 from megatron_residuals.functional import streams as reference
 from megatron_residuals.functional.precision import wide, without_autocast
 from megatron_residuals.functional.streams import StreamCoefficients
+from megatron_residuals.kernels.dispatch import Backend, resolve
+from megatron_residuals.kernels.layout import (
+    flat_update,
+    implementation,
+    public_update,
+    rows,
+    wanted,
+)
 from megatron_residuals.kernels.recomputed import recomputed
 
 
-def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
-    """``functional.read_streams``; keeps references to both inputs."""
-    x: Tensor = _ReadStreams.apply(streams, h_pre)
+def read_streams(streams: Tensor, h_pre: Tensor, *, backend: str = "auto") -> Tensor:
+    """``functional.read_streams``; keeps references to both inputs.
+
+    Raises:
+        ValueError: unknown backend, or one that does not take the dtype.
+        RuntimeError: the backend was asked for and cannot run.
+    """
+    x: Tensor = _ReadStreams.apply(resolve(backend, streams, what="read_streams"), streams, h_pre)
     return x
 
 
-def write_streams(streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor) -> Tensor:
-    """``functional.write_streams``; keeps references to its inputs."""
-    written: Tensor = _WriteStreams.apply(streams, h_post, h_res, output)
+def write_streams(
+    streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor, *, backend: str = "auto"
+) -> Tensor:
+    """``functional.write_streams``; keeps references to its inputs. Raises as ``read_streams``."""
+    chosen = resolve(backend, streams, what="write_streams")
+    written: Tensor = _WriteStreams.apply(chosen, streams, h_post, h_res, output)
     return written
 
 
@@ -91,21 +107,26 @@ class _ReadStreams(torch.autograd.Function):
     """x = sum_n h_pre[n] streams[n];  dstreams[n] = h_pre[n] g,  dh_pre[n] = <g, streams[n]>."""
 
     @staticmethod
-    def forward(ctx: Any, streams: Tensor, h_pre: Tensor) -> Tensor:
+    def forward(ctx: Any, backend: Backend, streams: Tensor, h_pre: Tensor) -> Tensor:
         """The weighted sum."""
+        ctx.backend = backend
         ctx.save_for_backward(streams, h_pre)
-        return reference.read_streams(streams, h_pre)
+        dtype = torch.promote_types(h_pre.dtype, wide(streams).dtype)
+        with without_autocast(streams):
+            x = implementation(backend).read(rows(streams, 2), rows(h_pre, 1).to(dtype))
+        return x.view(*streams.shape[:-2], streams.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the streams and of the weights."""
         streams, h_pre = ctx.saved_tensors
         dtype = torch.promote_types(h_pre.dtype, wide(streams).dtype)
-        gradient = gradient.to(dtype)
         with without_autocast(streams):
-            d_streams = h_pre.to(dtype).unsqueeze(-1) * gradient.unsqueeze(-2)
-            d_pre = torch.einsum("...d,...nd->...n", gradient, streams.to(dtype))
-        return d_streams.to(streams.dtype), d_pre.to(h_pre.dtype)
+            d_streams, d_pre = implementation(ctx.backend).read_backward(
+                rows(gradient, 1), rows(streams, 2), rows(h_pre, 1).to(dtype)
+            )
+        d_pre = d_pre.view(h_pre.shape).to(h_pre.dtype)
+        return wanted(ctx, None, d_streams.view(streams.shape), d_pre)
 
 
 class _WriteStreams(torch.autograd.Function):
@@ -116,25 +137,23 @@ class _WriteStreams(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, backend: Backend, streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor
+    ) -> Tensor:
         """The streams after the write."""
+        ctx.backend = backend
         ctx.save_for_backward(streams, h_post, h_res, output)
-        return reference.write_streams(streams, h_post, h_res, output)
+        with without_autocast(streams):
+            written = implementation(backend).write(flat_update(streams, output, h_post, h_res))
+        return written.view(streams.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the streams, the two coefficients and the sublayer's output."""
         streams, h_post, h_res, output = ctx.saved_tensors
-        dtype = torch.promote_types(h_res.dtype, wide(streams).dtype)
-        gradient, post, res = gradient.to(dtype), h_post.to(dtype), h_res.to(dtype)
         with without_autocast(streams):
-            d_streams = torch.einsum("...ji,...jd->...id", res, gradient)
-            d_res = torch.einsum("...jd,...id->...ji", gradient, streams.to(dtype))
-            d_output = torch.einsum("...j,...jd->...d", post, gradient)
-            d_post = torch.einsum("...jd,...d->...j", gradient, output.to(dtype))
-        return (
-            d_streams.to(streams.dtype),
-            d_post.to(h_post.dtype),
-            d_res.to(h_res.dtype),
-            d_output.to(output.dtype),
-        )
+            found = implementation(ctx.backend).write_backward(
+                rows(gradient, 2), flat_update(streams, output, h_post, h_res)
+            )
+        d_streams, d_output, d_post, d_res = public_update(found, streams, output, h_post, h_res)
+        return wanted(ctx, None, d_streams, d_post, d_res, d_output)

@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mcore.compat import layer_quantization_context
-from megatron_residuals.mcore.layer import SUBLAYERS
+from megatron_residuals.mcore.layer import ATTENTION, SUBLAYERS
 from megatron_residuals.modules import ResidualState, SourceState
+from megatron_residuals.modules.depth_attention import DepthAttention, open_reads
 from megatron_residuals.recompute.segments import (
     Segment,
     block_segments,
@@ -23,6 +24,7 @@ from megatron_residuals.recompute.segments import (
     layer_ranges,
 )
 from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
+from megatron_residuals.two_phase import cut_at_blocks, reads_in_two_phases
 
 
 def stage_segments(
@@ -63,6 +65,8 @@ class StageRunner:
         self._residual, self._config, self._depth = residual, config, depth
         self._sublayers, self._layers, self._tp_group = sublayers, layers, tp_group
         self.segments = stage_segments(residual, config, depth, sublayers)
+        if len(sublayers) > 0:
+            self._parts(sublayers)  # raises where two phases are demanded and make no sense
         self.group_length: int | None = None
         if residual.recompute_policy == "group":
             chosen = group_length(residual.streams, len(sublayers))
@@ -89,10 +93,30 @@ class StageRunner:
     def _run(
         self, state: ResidualState, sublayers: range, arguments: dict[str, Any], step: Step
     ) -> ResidualState:
-        for layer, parts in self._layers_of(sublayers):
-            with layer_quantization_context(self._config, layer.layer_number - 1):
-                state = layer(state, step=step, parts=parts, **arguments)
+        for part in self._parts(sublayers):
+            if isinstance(state, SourceState) and self._in_two_phases(part):
+                state = open_reads(state, [self._reader(i) for i in part])
+            for layer, parts in self._layers_of(part):
+                with layer_quantization_context(self._config, layer.layer_number - 1):
+                    state = layer(state, step=step, parts=parts, **arguments)
         return state
+
+    def _parts(self, sublayers: range) -> Sequence[range]:
+        """The sublayers cut in front of each block, if any read their finished sources together."""
+        if self._depth is None:
+            return [sublayers]
+        parts = cut_at_blocks(self._depth, sublayers)
+        return parts if any(map(self._in_two_phases, parts)) else [sublayers]
+
+    def _in_two_phases(self, part: range) -> bool:
+        assert self._depth is not None, "only for depth sources"
+        return reads_in_two_phases(self._residual.two_phase, self._depth, part.start)
+
+    def _reader(self, sublayer: int) -> DepthAttention:
+        layer = self._layers[sublayer // SUBLAYERS - self._sublayers.start // SUBLAYERS]
+        attention = sublayer % SUBLAYERS == ATTENTION
+        reader: DepthAttention = layer.self_attention_residual if attention else layer.mlp_residual
+        return reader
 
     def _layers_of(self, sublayers: range) -> Iterator[tuple[Any, list[int]]]:
         first_layer = self._sublayers.start // SUBLAYERS
@@ -115,7 +139,7 @@ class StageRunner:
         if isinstance(state, SourceState):
             return self._checkpoint_sources(state, sublayers, run)
         kind = type(state)
-        return kind(self._call(lambda tensor: run(kind(tensor))[0], state[0]))
+        return kind(self._call(lambda tensor: run(kind(tensor)).settled()[0], state.settled()[0]))
 
     def _checkpoint_sources(
         self,
@@ -135,7 +159,7 @@ class StageRunner:
             after = run(SourceState.of(sources, partial))
             return after.partial, *after.sources[known:]
 
-        partial, *closed = self._call(inside, state.partial, *state.sources)
+        partial, *closed = self._call(inside, state.partial, *state.outgoing)
         for source in (state.partial, *closed) if opens_here else closed:
             state = state.closed(source)
         return state._replace(partial=partial)

@@ -95,7 +95,8 @@ class StageIO:
         if isinstance(state, SourceState):
             return self._exit_sources(state, visit)
         if isinstance(state, StreamState):
-            return state.streams.view(-1, state.streams.shape[1], state.streams.shape[-1])
+            streams = state.settled().streams
+            return streams.view(-1, streams.shape[1], streams.shape[-1])
         return state.hidden
 
     def _enter_sources(self, rows: Sequence[Tensor], visit: Visit) -> SourceState:
@@ -112,7 +113,7 @@ class StageIO:
         boundary = self._plan.boundary_into(self.stage + 1)
         # behind a layer all sources are there and a source's id is its position
         ids = range(len(state.sources)) if self.num_layers else visit.source_ids
-        sources = dict(zip(ids, state.sources, strict=True))
+        sources = dict(zip(ids, state.outgoing, strict=True))
         self._stash(self._plan.stash_on_exit(self.stage), sources, boundary, state.partial, visit)
         rows = [sources[source] for source in boundary.sent] + [state.partial]
         returns = _Returns(self.route.cache, visit.micro_batch, tuple(visit.kept))

@@ -54,6 +54,7 @@ def build_sublayer_residual(
             hidden_size,
             opens_block=depth.opens_block(sublayer),
             eps=config.attnres_eps,
+            kernels=config.kernels,
             device=device,
         )
     home_stream = sublayer % config.streams
@@ -64,6 +65,7 @@ def build_sublayer_residual(
             home_stream=home_stream,
             dynamic=config.hc_dynamic,
             norm=config.hc_norm,
+            kernels=config.kernels,
             device=device,
         )
     return ManifoldHyperConnection(
@@ -75,6 +77,7 @@ def build_sublayer_residual(
         eps=config.resolved_mhc_eps,
         alpha_init=config.mhc_alpha_init,
         initialisation=config.mhc_init,
+        kernels=config.kernels,
         device=device,
     )
 
@@ -86,7 +89,7 @@ def build_head(
     if config.mechanism == "residual":
         return PlainHead()
     if config.is_sources:
-        return DepthHead(hidden_size, eps=config.attnres_eps, device=device)
+        return DepthHead(hidden_size, eps=config.attnres_eps, kernels=config.kernels, device=device)
     return StreamHead(
         hidden_size,
         num_streams=config.streams,

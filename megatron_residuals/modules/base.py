@@ -11,6 +11,7 @@ in front of the final norm. No mechanism has parameters at the start, so open is
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -56,6 +57,10 @@ class SublayerResidual(Float32Module, ABC, Generic[StateT, PendingT]):
     @abstractmethod
     def reread(self, pending: PendingT) -> Tensor:
         """What ``read`` returned, computed again from what it left."""
+
+    def rereader(self, pending: PendingT) -> Callable[[], Tensor]:
+        """``reread`` as a call without arguments, which may hold less than the pending write."""
+        return functools.partial(self.reread, pending)
 
     @abstractmethod
     def write(self, pending: PendingT, output: Tensor) -> StateT:

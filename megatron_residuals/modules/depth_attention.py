@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.kernels import read_sources
+from megatron_residuals.kernels import merge_running, read_closed, read_sources
 from megatron_residuals.modules.base import Float32Module, ResidualHead, SublayerResidual
 from megatron_residuals.modules.state import SourceState
 
@@ -17,12 +21,19 @@ class DepthQuery(Float32Module):
 
     A zero query weighs all sources equally, which makes the whole model equal to its plain
     counterpart up to the eps of the norms (Attention Residuals, section 3). Both parameters are
-    1-D: no weight decay and no Muon by the host's own rules.
+    1-D: no weight decay and no Muon by the host's own rules. ``kernels`` chooses what computes.
     """
 
-    def __init__(self, hidden_size: int, *, eps: float, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float,
+        kernels: str = "auto",
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.kernels = eps, kernels
         self.query = nn.Parameter(torch.empty(hidden_size, device=device))
         self.key_gain = nn.Parameter(torch.empty(hidden_size, device=device))
         self.reset_parameters()
@@ -34,8 +45,14 @@ class DepthQuery(Float32Module):
 
     def attend(self, state: SourceState) -> Tensor:
         """Weighted sum of the finished sources and the running one -> [..., d]."""
-        sources = (*state.sources, state.partial)
-        return read_sources(sources, self.query, self.key_gain, eps=self.eps, buffers=state.buffers)
+        return read_sources(
+            (*state.sources, state.partial),
+            self.query,
+            self.key_gain,
+            eps=self.eps,
+            buffers=state.buffers,
+            backend=self.kernels,
+        )
 
 
 class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
@@ -45,6 +62,9 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
     block as the running source; only then is that sum closed and a fresh one started. The first
     sublayer of all has one source, the embedding, whose weight is exactly one; its query gets an
     exact zero gradient, so that every parameter takes part in every step.
+
+    Where `open_reads` has prepared the state, the finished sources have been read already and what
+    is left is to merge with the running sum.
     """
 
     def __init__(
@@ -53,24 +73,76 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
         *,
         opens_block: bool,
         eps: float,
+        kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(hidden_size, eps=eps, device=device)
+        super().__init__(hidden_size, eps=eps, kernels=kernels, device=device)
         self.opens_block = opens_block
+
+    def forward(self, state: SourceState | None) -> Any:
+        """``read``; without a state, what `open_reads` needs: query o key_gain [d].
+
+        So an early reader of the parameters calls the module too, as wrappers that gather
+        parameters on a call expect.
+        """
+        return self.query * self.key_gain if state is None else self.read(state)
 
     def read(self, state: SourceState) -> tuple[Tensor, SourceState]:
         """Attention over every finished source and the running one."""
-        return self.attend(state), state
+        if not state.reads:
+            return self.attend(state), state
+        if self.opens_block:
+            return state.reads[0].values, state
+        x, partial = merge_running(
+            *state.reads[0], state.partial, state.output, eps=self.eps, backend=self.kernels
+        )
+        return x, state._replace(partial=partial, output=None)
 
     def reread(self, pending: SourceState) -> Tensor:
         """The same attention again."""
-        return self.attend(pending)
+        return self.rereader(pending)()
+
+    def rereader(self, pending: SourceState) -> Callable[[], Tensor]:
+        """``reread`` that holds no more than sources and the running sum."""
+        two_phase = len(pending.reads) > 0
+        return functools.partial(self._reread, pending._replace(reads=()), two_phase)
+
+    def _reread(self, state: SourceState, two_phase: bool) -> Tensor:
+        if two_phase:
+            state = open_reads(state, [self])
+        x: Tensor = self.read(state)[0]
+        return x
 
     def write(self, pending: SourceState, output: Tensor) -> SourceState:
-        """Close the running sum and start the next with the output, or add the output to it."""
+        """Close the running sum and start the next with the output, or add the output to it.
+
+        In front of a read in two phases the addition is left to that read.
+        """
+        reads = pending.reads[1:]
         if self.opens_block:
-            return pending.closed(pending.partial)._replace(partial=output)
-        return pending._replace(partial=pending.partial + output)
+            return pending.closing()._replace(partial=output, reads=reads)
+        if reads:
+            return pending._replace(output=output, reads=reads)
+        return pending._replace(partial=pending.partial + output, reads=())
+
+
+def open_reads(state: SourceState, readers: Sequence[DepthAttention]) -> SourceState:
+    """The first phase of consecutive sublayers of one block: the state with what each will find.
+
+    One pass over the finished sources for all readers; the first reader's block is opened if it
+    opens one, which finishes one source more.
+    """
+    first = readers[0]
+    if first.opens_block:
+        state = state.closing()
+    reads = read_closed(
+        state.sources,
+        torch.stack([reader(None) for reader in readers]),
+        eps=first.eps,
+        buffers=state.buffers,
+        backend=first.kernels,
+    )
+    return state._replace(reads=reads)
 
 
 class DepthHead(DepthQuery, ResidualHead[SourceState]):

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.functional import StreamCoefficients, contract_streams
+from megatron_residuals.functional import StreamCoefficients, StreamUpdate, contract_streams
 from megatron_residuals.kernels import (
     hc_coefficients,
     mhc_coefficients,
     mhc_head_weights,
     read_streams,
-    write_streams,
+    update_and_read,
 )
+from megatron_residuals.kernels.dispatch import check_choice
 from megatron_residuals.modules.base import ResidualHead, SublayerResidual
 from megatron_residuals.modules.state import StreamState
 
@@ -39,7 +40,17 @@ class PendingWrite(NamedTuple):
 
 
 class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
-    """x = h_pre streams;  streams' = h_res streams + h_post y; coefficients from the streams."""
+    """x = h_pre streams;  streams' = h_res streams + h_post y; coefficients from the streams.
+
+    ``kernels`` says what computes it, as ``ResidualConfig.kernels``.
+
+    Raises:
+        ValueError: ``kernels`` names something that has no kernels for streams.
+    """
+
+    def __init__(self, kernels: str = "auto") -> None:
+        super().__init__()
+        self.kernels = check_choice(kernels)
 
     @abstractmethod
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
@@ -47,23 +58,26 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
 
     def read(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
         """The weighted sum of the streams."""
-        pending = PendingWrite(state.streams, *self.coefficients(state.streams))
+        streams = state.settled().streams
+        pending = PendingWrite(streams, *self.coefficients(streams))
         return self.reread(pending), pending
 
     def reread(self, pending: PendingWrite) -> Tensor:
         """The weighted sum again, with the coefficients of the first time."""
-        return read_streams(pending.streams, pending.h_pre)
+        return read_streams(pending.streams, pending.h_pre, backend=self.kernels)
 
     def write(self, pending: PendingWrite, output: Tensor) -> StreamState:
-        """Streams mixed among themselves, plus the sublayer's output in every stream."""
-        return StreamState(write_streams(pending.streams, pending.h_post, pending.h_res, output))
+        """Streams to be mixed among themselves, with the sublayer's output added to each."""
+        streams, _, h_post, h_res = pending
+        return StreamState(streams, StreamUpdate(output, h_post, h_res), self.kernels)
 
 
 class HyperConnection(StreamResidual):
     """HC (arXiv 2409.19606), static or dynamic. Initially every sublayer reads its home stream.
 
-    Parameters (float32): static_pre, static_post [n]; static_res [n, n] as [new, old]; when dynamic
-    mapping_weight [n + 2, d] (read, write, mix) and scale [2] (s_alpha, s_beta).
+    Parameters (float32): static_pre, static_post [n]; static_res [n^2], [new, old] row-major; when
+    dynamic mapping_weight [n + 2, d] (read, write, mix) and scale [2] (s_alpha, s_beta). What is
+    1-D optimizers of the host neither decay nor hand to Muon, hence the flat matrix.
     """
 
     def __init__(
@@ -74,13 +88,14 @@ class HyperConnection(StreamResidual):
         home_stream: int,
         dynamic: bool,
         norm: str,
+        kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(kernels)
         self.home_stream, self.norm = home_stream, norm
         self.static_pre = nn.Parameter(torch.empty(num_streams, device=device))
         self.static_post = nn.Parameter(torch.empty(num_streams, device=device))
-        self.static_res = nn.Parameter(torch.empty(num_streams, num_streams, device=device))
+        self.static_res = nn.Parameter(torch.empty(num_streams**2, device=device))
         mapping = torch.empty(num_streams + 2, hidden_size, device=device) if dynamic else None
         scale = torch.empty(2, device=device) if dynamic else None
         self.register_parameter(
@@ -93,19 +108,28 @@ class HyperConnection(StreamResidual):
         """Read the home stream, write to all, mix nothing: exactly the plain residual."""
         nn.init.zeros_(self.static_pre)
         nn.init.ones_(self.static_post)
-        nn.init.eye_(self.static_res)
+        nn.init.zeros_(self.static_res)
         with torch.no_grad():
+            self._res().fill_diagonal_(1.0)
             self.static_pre[self.home_stream] = 1.0
         if self.mapping_weight is not None:
             nn.init.zeros_(self.mapping_weight)
             nn.init.constant_(self.scale, HC_SCALE_INIT)
 
+    def _res(self) -> Tensor:
+        n = len(self.static_pre)
+        return self.static_res.view(n, n)
+
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
         """Static matrices plus, when dynamic, a bounded function of each stream."""
-        static = StreamCoefficients(self.static_pre, self.static_post, self.static_res)
+        static = StreamCoefficients(self.static_pre, self.static_post, self._res())
         return hc_coefficients(
             streams, static, self.mapping_weight, self.scale, norm=self.norm, eps=HC_NORM_EPS
         )
+
+    def write(self, pending: PendingWrite, output: Tensor) -> StreamState:
+        """The same at once: no coefficients come from the next read."""
+        return super().write(pending, output).settled()
 
 
 class ManifoldHyperConnection(StreamResidual):
@@ -126,9 +150,10 @@ class ManifoldHyperConnection(StreamResidual):
         eps: float,
         alpha_init: float,
         initialisation: str,
+        kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(kernels)
         self.num_streams, self.home_stream = num_streams, home_stream
         self.convention, self.iterations, self.eps = convention, iterations, eps
         self.alpha_init, self.initialisation = alpha_init, initialisation
@@ -159,15 +184,21 @@ class ManifoldHyperConnection(StreamResidual):
 
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
         """Sigmoid gates and a Sinkhorn-normalised mixing matrix from all streams together."""
-        return mhc_coefficients(
-            streams,
-            self.mapping_weight,
-            self.bias,
-            torch.cat((self.alpha_pre, self.alpha_post, self.alpha_res)),
-            convention=self.convention,
-            iterations=self.iterations,
-            eps=self.eps,
+        return mhc_coefficients(streams, *self._weights(), **self._options())
+
+    def read(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
+        """The write that is still to be done, the coefficients and the read in one step."""
+        streams, x, h_pre, h_post, h_res = update_and_read(
+            state.streams, state.update, *self._weights(), **self._options(), backend=self.kernels
         )
+        return x, PendingWrite(streams, h_pre, h_post, h_res)
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        alpha = torch.cat((self.alpha_pre, self.alpha_post, self.alpha_res))
+        return self.mapping_weight, self.bias, alpha
+
+    def _options(self) -> dict[str, Any]:
+        return {"convention": self.convention, "iterations": self.iterations, "eps": self.eps}
 
 
 class StreamHead(ResidualHead[StreamState]):
@@ -206,9 +237,9 @@ class StreamHead(ResidualHead[StreamState]):
 
     def close(self, state: StreamState) -> Tensor:
         """The contraction of the streams."""
-        weights = None
+        streams, weights = state.settled().streams, None
         if self.contraction == "learned":
             weights = mhc_head_weights(
-                state.streams, self.head_weight, self.head_bias, self.head_scale, eps=self.eps
+                streams, self.head_weight, self.head_bias, self.head_scale, eps=self.eps
             )
-        return contract_streams(state.streams, self.contraction, weights)
+        return contract_streams(streams, self.contraction, weights)

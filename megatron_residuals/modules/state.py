@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from megatron_residuals.kernels import GradientBuffer, buffered
+from megatron_residuals.functional import ClosedRead, StreamUpdate
+from megatron_residuals.kernels import GradientBuffer, buffered, depositing, write_streams
 
 
 class PlainState(NamedTuple):
@@ -17,24 +18,48 @@ class PlainState(NamedTuple):
 
     hidden: Tensor
 
+    def settled(self) -> PlainState:
+        """Itself."""
+        return self
+
 
 class StreamState(NamedTuple):
-    """n parallel residual streams: streams [..., n, d]."""
+    """n parallel residual streams: streams [..., n, d].
+
+    With an ``update``, those in front of the last sublayer, whose write is still to be done; the
+    next read does it on its way, with ``kernels``. Whoever wants the streams alone settles first.
+    """
 
     streams: Tensor
+    update: StreamUpdate | None = None
+    kernels: str = "auto"
+
+    def settled(self) -> StreamState:
+        """The state with nothing left to be done."""
+        if self.update is None:
+            return self
+        output, h_post, h_res = self.update
+        written = write_streams(self.streams, h_post, h_res, output, backend=self.kernels)
+        return StreamState(written)
 
 
 class SourceState(NamedTuple):
     """Depth sources, finished ones first: sources m x [..., d], and the running sum [..., d].
 
     Before the first sublayer there is no finished source and the running sum is the embedding.
-    Sources are held by reference, each once, whatever the number of readers. In 16-bit models each
-    has a buffer in which its readers sum their gradients in float32.
+    Sources are held by reference, each once, whatever the number of readers. Each has a buffer in
+    which its readers sum their gradients in float32 or wider.
+
+    Inside a part of a block whose sublayers read in two phases, and nowhere else, ``reads`` is what
+    the finished sources have given to the coming readers, the next first, and ``output`` may be the
+    last sublayer's, which the next read adds to the running sum.
     """
 
     sources: tuple[Tensor, ...]
     partial: Tensor
     buffers: tuple[GradientBuffer | None, ...] = ()
+    reads: tuple[ClosedRead, ...] = ()
+    output: Tensor | None = None
 
     @classmethod
     def of(cls, sources: Sequence[Tensor], partial: Tensor) -> SourceState:
@@ -48,6 +73,31 @@ class SourceState(NamedTuple):
         """The state with one more finished source."""
         source, buffer = buffered(source)
         return self._replace(sources=(*self.sources, source), buffers=(*self.buffers, buffer))
+
+    def closing(self) -> SourceState:
+        """The state whose last finished source is the running sum; the same if it is already."""
+        if self.is_closed:
+            return self
+        state = self.closed(self.partial)
+        return state._replace(partial=state.sources[-1])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the running sum is the last of the finished sources, as where a block opens."""
+        return len(self.sources) > 0 and self.sources[-1] is self.partial
+
+    @property
+    def readable(self) -> tuple[Tensor, ...]:
+        """What the next sublayer attends to, the running sum last."""
+        if self.is_closed:
+            return self.sources
+        return *self.sources, self.partial if self.output is None else self.partial + self.output
+
+    @property
+    def outgoing(self) -> tuple[Tensor, ...]:
+        """The finished sources for readers that know no buffers: a payload, a checkpoint."""
+        pairs = zip(self.sources, self.buffers, strict=True)
+        return tuple(depositing(source, buffer) for source, buffer in pairs)
 
 
 ResidualState: TypeAlias = PlainState | StreamState | SourceState

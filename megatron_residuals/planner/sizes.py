@@ -163,3 +163,17 @@ def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
         attention=(queries + projected + angles) * element + softmax,
         mlp=(5 if sizes.gated else 2) * ffn * element,
     )
+
+
+def flash_layer_bytes(sizes: ModelSizes) -> int:
+    """Estimate of the same for fused layers with flash attention, attention and MLP together.
+
+    Kept: queries, keys, values and context, one float32 number per token and head, and of the MLP
+    what goes into the activation and what comes out of it. Nothing grows with s x s. Measure a
+    layer where it matters: versions of Transformer Engine differ.
+    """
+    tokens, heads = sizes.region_tokens, sizes.num_heads // sizes.tp
+    groups = max(1, sizes.groups // sizes.tp)
+    attention = (2 * heads + 2 * groups) * sizes.head_size * sizes.element_bytes + 4 * heads
+    mlp = (3 if sizes.gated else 2) * sizes.ffn_hidden_size // sizes.tp * sizes.element_bytes
+    return tokens * (attention + mlp)

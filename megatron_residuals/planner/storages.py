@@ -9,6 +9,7 @@ source that one fetched from the other) counts once in a union:
     embedding       the embedding's output; streams: its copies
     after:i         what sublayer i left: the hidden state, the streams or the running sum
     x:i  norm:i  stats:i  host:i  y:i  coefficients:i  scores:i      of sublayer i
+    directions:i    the queries of the sublayers from i on that read in two phases together
     mask:g          the attention mask as stage g got it
 """
 
@@ -25,6 +26,7 @@ from megatron_residuals.depth import DepthMap
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.planner.sizes import ModelSizes, host_layer_bytes
 from megatron_residuals.recompute.segments import Segment, block_segments, group_length
+from megatron_residuals.two_phase import reads_in_two_phases
 
 HOST, RESIDUAL, OUTSIDE = "attention_and_mlp", "residual", "outside_layers"
 PARTS = (HOST, RESIDUAL, OUTSIDE)
@@ -145,7 +147,7 @@ class StageStorages:
             fronts: Sizes = {}
             for part in unit.inner or (unit.sublayers,):
                 fronts |= _sizes(self._everything._state(part.start))
-                yield fronts | _sizes(s for i in part for s in self._everything._sublayer(i))
+                yield fronts | _sizes(s for i in part for s in self._everything._sublayer(i, part))
             return
         row = self.sizes.row_bytes
         refilled = {f"x:{i}": row for i in unit.sublayers} if self._policy != "none" else {}
@@ -189,7 +191,7 @@ class StageStorages:
             end = self.sublayers.stop
             if self.plan.depth is not None:
                 yield from self._state(end)
-                yield self._scores(end)
+                yield self._scores(end, 2 * self._depth.num_read(end))
             elif residual.is_streams and residual.resolved_contraction == "learned":
                 yield from self._state(end)
                 weights = residual.streams * sizes.tokens * sizes.wide_bytes
@@ -202,7 +204,8 @@ class StageStorages:
             yield Storage("logits", logits * sizes.logit_bytes, OUTSIDE)
             yield Storage("labels", sizes.region_tokens * 8 if logits else 0, OUTSIDE)
 
-    def _sublayer(self, i: int) -> Iterator[Storage]:
+    def _sublayer(self, i: int, within: range | None = None) -> Iterator[Storage]:
+        """What is kept by sublayer i, which runs together with those ``within``: its stage's."""
         sizes, residual = self.sizes, self.residual
         host = host_layer_bytes(sizes)
         if i % 2 == 0:
@@ -212,51 +215,73 @@ class StageStorages:
             yield Storage(f"stats:{i}", sizes.norm_bytes, RESIDUAL)
             yield Storage(f"norm:{i}", sizes.row_bytes, RESIDUAL)
             if residual.mechanism != "residual":
-                yield Storage(f"x:{i}", sizes.row_bytes * sizes.norm_keeps_input, RESIDUAL)
+                kept = sizes.norm_keeps_input or self._merges(i)
+                yield Storage(f"x:{i}", sizes.row_bytes * kept, RESIDUAL)
         if self._keeps_state(i):
             yield from self._state(i)
         if residual.is_streams:
             yield Storage(f"y:{i}", sizes.row_bytes, RESIDUAL)
             yield Storage(f"coefficients:{i}", self._coefficient_bytes, RESIDUAL)
         elif self.plan.depth is not None:
-            yield self._scores(i)
+            yield from self._read(i, within or self.sublayers)
 
     def _keeps_state(self, i: int) -> bool:
         if self._policy == "group":
             return (i - self.sublayers.start) % self.group_length == 0
         return self.residual.mechanism != "residual" or self.sizes.norm_keeps_input
 
-    def _scores(self, i: int) -> Storage:
-        """Two numbers per token for every source that sublayer i (or the end) reads."""
-        scores = 2 * self._depth.num_read(i) * self.sizes.tokens * self.sizes.wide_bytes
-        return Storage(f"scores:{i}", scores, RESIDUAL)
+    def _read(self, i: int, within: range) -> Iterator[Storage]:
+        """What the read of sublayer i keeps, and where a part of a block begins its first phase."""
+        depth, numbers = self._depth, 2 * self._depth.num_read(i)
+        if self._in_two_phases(i):
+            numbers = 3 * self._merges(i)
+            if i == within.start or depth.opens_block(i):
+                end = min(within.stop, depth.block_range(i // depth.block_sublayers + 1).stop)
+                closed = depth.num_sources(i) + depth.opens_block(i)
+                numbers += (end - i + 1) * closed
+                size = (end - i) * self.sizes.hidden_size * self.sizes.wide_bytes
+                yield Storage(f"directions:{i}", size, RESIDUAL)
+        yield self._scores(i, numbers)
+
+    def _scores(self, i: int, numbers: int) -> Storage:
+        """So many numbers per token, for the read of sublayer i (or the end)."""
+        return Storage(f"scores:{i}", numbers * self.sizes.tokens * self.sizes.wide_bytes, RESIDUAL)
+
+    def _in_two_phases(self, i: int) -> bool:
+        return reads_in_two_phases(self.residual.two_phase, self._depth, i)
+
+    def _merges(self, i: int) -> bool:
+        """Whether sublayer i merges its share of the finished sources with the running sum."""
+        if self.plan.depth is None:
+            return False
+        return self._in_two_phases(i) and not self._depth.opens_block(i)
 
     @property
     def _coefficient_bytes(self) -> int:
-        """Gates and mixing matrix; mHC also their logits. Static HC expands its parameters."""
+        """Gates and mixing matrix. Static HC expands its parameters.
+
+        mHC also the projections that they come from, with the mean square beside them.
+        """
         n = self.residual.streams
-        if self.residual.mechanism == "hc" and not self.residual.hc_dynamic:
-            return 0
-        copies = 2 if self.residual.mechanism == "mhc" else 1
-        return copies * (2 * n + n * n) * self.sizes.tokens * self.sizes.wide_bytes
+        numbers = 2 * n + n * n
+        if self.residual.mechanism == "hc":
+            numbers *= self.residual.hc_dynamic
+        else:
+            numbers += numbers + 1
+        return numbers * self.sizes.tokens * self.sizes.wide_bytes
 
     @property
     def _coefficient_graph_bytes(self) -> int:
-        """The graph of one sublayer's coefficients, which backward builds again.
+        """The graph of one sublayer's HC coefficients, which backward builds again.
 
-        mHC first that of gates and Sinkhorn iterates, then that of the logits; HC that of its
-        normalised streams. In 16-bit models both work on a copy of the streams in float32.
+        It normalises the streams; 16-bit ones are copied in float32 first. mHC has no graph there.
         """
         residual, sizes, n = self.residual, self.sizes, self.residual.streams
+        if residual.mechanism != "hc" or not residual.hc_dynamic:
+            return 0
         copied = n * sizes.hidden_size
         copies = copied if sizes.element_bytes < sizes.wide_bytes else 0
-        if residual.mechanism == "hc":
-            numbers = copied + copies + n * (n + 4) if residual.hc_dynamic else 0
-        else:
-            steps = 2 * residual.mhc_sinkhorn_iterations
-            sums = (steps - 1) * n if residual.mhc_convention == "dsv4" else n * n
-            numbers = max(steps * n * n + sums + 2 * n, copies + 2 * n + n * n + 1)
-        return numbers * sizes.tokens * sizes.wide_bytes
+        return (copied + copies + n * (n + 4)) * sizes.tokens * sizes.wide_bytes
 
     @property
     def _mask(self) -> Storage:

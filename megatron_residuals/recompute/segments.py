@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.two_phase import cut_at_blocks
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,11 @@ def block_segments(depth: DepthMap, sublayers: range, *, by_layer: bool) -> list
 
     ``by_layer`` makes every layer inside a checkpoint of its own, so that a replay holds one layer.
     """
-    cuts = [i for i in sublayers if i > sublayers.start and depth.opens_block(i)]
-    bounds = [sublayers.start, *cuts, sublayers.stop]
     segments = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        if start < stop:
-            part = range(start, stop)
-            inner = layer_ranges(part, depth.sublayers_per_layer) if by_layer else ()
-            segments.append(Segment(part, True, inner))
+    for part in cut_at_blocks(depth, sublayers):
+        inner = layer_ranges(part, depth.sublayers_per_layer) if by_layer else ()
+        # one layer inside is the checkpoint itself
+        segments.append(Segment(part, True, inner if len(inner) > 1 else ()))
     return segments
 
 

@@ -81,7 +81,7 @@ class MixStep:
             return plain_step(residual, state, sublayer)
         replay = Replay()
         x, pending = residual(state)
-        replay.remember(x, lambda: residual.reread(pending))
+        replay.remember(x, residual.rereader(pending))
         # a tensor of our own: the host hooks the recomputation of its norm, which reads x, to what
         # the sublayer returns, and of two hooks on one tensor the host's would run first
         output = sublayer(x)
@@ -104,28 +104,45 @@ class GroupStep:
     """
 
     def __init__(self, length: int, num_sublayers: int) -> None:
-        self._length, self._left = length, num_sublayers
-        self._replay, self._position = Replay(), 0
+        self._length, self._left, self._position = length, num_sublayers, 0
+        self._replay, self._finished = Replay(), Replay()
+        self._behind: Callable[[], Tensor] | None = None
+        self._used: list[Tensor] = []
 
     def __call__(
         self, residual: SublayerResidual[Any, Any], state: StreamState, sublayer: Sublayer
     ) -> ResidualState:
-        """Read, run, write; forget inside the group, arm its replay at the end."""
+        """Read, run, write; forget inside the group, arm its replay behind it."""
         if not torch.is_grad_enabled():
             return plain_step(residual, state, sublayer)
-        replay = self._replay
         x, pending = residual(state)
-        replay.remember(x, lambda: residual.reread(pending))
+        self._arrive(pending.streams)
+        replay = self._replay
+        replay.remember(x, residual.rereader(pending))
         output = sublayer(x)
         replay.empty(x)
         written = residual.write(pending, output)
-        if self._position > 0:
-            replay.empty(state.streams)
+        self._behind = lambda: residual.write(pending, output).settled().streams
         self._position += 1
         self._left -= 1
-        if self._position == self._length or self._left == 0:
-            replay.arm(written.streams)
-            self._replay, self._position = Replay(), 0
-        else:
-            replay.remember(written.streams, lambda: residual.write(pending, output).streams)
+        if self._left == 0:
+            written = written.settled()
+            self._finish()
+            self._arrive(written.streams)
+        elif self._position == self._length:
+            self._finish()
         return written
+
+    def _arrive(self, streams: Tensor) -> None:
+        """Streams are there, so those in front of the previous sublayer have been used."""
+        for used in self._used:
+            Replay.empty(used)
+        self._used = []
+        if self._position == 0:
+            self._finished.arm(streams)
+        else:
+            self._replay.remember(streams, self._behind)
+            self._used.append(streams)
+
+    def _finish(self) -> None:
+        self._finished, self._replay, self._position = self._replay, Replay(), 0

@@ -1,0 +1,124 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Coefficients of mHC from the projected streams and back, with the tokens last.
+
+For n streams and K = 2n + n^2 coefficients: mixes [K + 1, T], the projections and below them the
+sum of squares; h_pre and h_post [n, T]; h_res [n, n, T] as [new, old]. Four numbers in a row leave
+vector units idle, many tokens do not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_residuals.kernels.sinkhorn import MhcOptions, sinkhorn, sinkhorn_backward
+
+
+class MhcWeights(NamedTuple):
+    """mapping [K, n d], bias [K], alpha [3], ordered pre, post, res; float32 or wider."""
+
+    mapping: Tensor
+    bias: Tensor
+    alpha: Tensor
+
+
+def tokens_last(h_post: Tensor, h_res: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, n] and [T, n, n] -> [n, T] and [n, n, T]."""
+    return h_post.t(), h_res.permute(1, 2, 0).contiguous()
+
+
+def inverse_rms(mixes: Tensor, size: int, eps: float) -> Tensor:
+    """1 / sqrt(mean square + eps) of the n d = size numbers of a token.    [K + 1, T] -> [T]"""
+    return torch.rsqrt(mixes[-1] / size + eps)
+
+
+def _logits(mixes: Tensor, weights: MhcWeights, part: int, rows: slice, inverse: Tensor) -> Tensor:
+    bias = weights.bias[rows].unsqueeze(-1)
+    return torch.addcmul(bias, mixes[rows], inverse * weights.alpha[part])
+
+
+def _parts(num_streams: int) -> tuple[slice, slice, slice]:
+    n = num_streams
+    return slice(0, n), slice(n, 2 * n), slice(2 * n, 2 * n + n * n)
+
+
+def _oriented(matrix: Tensor, options: MhcOptions) -> Tensor:
+    """[n^2, T], or [n, n, T], as projected -> [new, old, T]; its own inverse."""
+    if matrix.ndim == 2:
+        n = round(matrix.shape[0] ** 0.5)
+        matrix = matrix.view(n, n, -1)
+    return matrix.transpose(0, 1).contiguous() if options.is_dsv4 else matrix
+
+
+def gate(mixes: Tensor, weights: MhcWeights, num_streams: int, options: MhcOptions) -> Tensor:
+    """h_pre [n, T]."""
+    inverse = inverse_rms(mixes, weights.mapping.shape[1], options.eps)
+    logits = _logits(mixes, weights, 0, _parts(num_streams)[0], inverse)
+    return logits.sigmoid_().add_(options.step_eps)
+
+
+def update_coefficients(
+    mixes: Tensor, weights: MhcWeights, num_streams: int, options: MhcOptions
+) -> tuple[Tensor, Tensor]:
+    """h_post [n, T] and h_res [n, n, T]."""
+    _, post, res = _parts(num_streams)
+    inverse = inverse_rms(mixes, weights.mapping.shape[1], options.eps)
+    h_post = _logits(mixes, weights, 1, post, inverse).sigmoid_().mul_(2)
+    logits = _oriented(_logits(mixes, weights, 2, res, inverse), options)
+    return h_post, sinkhorn(logits, options)
+
+
+def update_coefficients_backward(
+    mixes: Tensor, d_post: Tensor, d_res: Tensor, weights: MhcWeights, options: MhcOptions
+) -> Tensor:
+    """Gradients of the logits of post and res [n + n^2, T] from those of the coefficients."""
+    n = d_post.shape[0]
+    _, post, res = _parts(n)
+    inverse = inverse_rms(mixes, weights.mapping.shape[1], options.eps)
+    gates = _logits(mixes, weights, 1, post, inverse).sigmoid_()
+    result = mixes.new_empty(n + n * n, mixes.shape[1])
+    torch.mul(d_post, gates - gates.square(), out=result[:n]).mul_(2)
+    logits = _oriented(_logits(mixes, weights, 2, res, inverse), options)
+    d_logits = sinkhorn_backward(logits, d_res, options)
+    result[n:].view(n, n, -1).copy_(_oriented(d_logits, options))
+    return result
+
+
+def gate_backward(h_pre: Tensor, gradient: Tensor, options: MhcOptions) -> Tensor:
+    """Gradient of the logits of pre from that of h_pre, both of one shape."""
+    gates = h_pre - options.step_eps
+    return gradient * (gates - gates.square())
+
+
+def mixes_backward(d_logits: Tensor, mixes: Tensor, weights: MhcWeights, eps: float) -> Tensor:
+    """Through z = alpha r m + bias, r = 1 / rms, from d_logits [K, T].
+
+    -> [K + 1, T], of which the last row is twice the gradient of the sum of squares.
+    """
+    size = weights.mapping.shape[1]
+    inverse = inverse_rms(mixes, size, eps)
+    result = torch.empty_like(mixes)
+    for part, rows in enumerate(_parts(num_streams_of(d_logits))):
+        torch.mul(d_logits[rows], weights.alpha[part], out=result[rows])
+    d_inverse = (result[:-1] * mixes[:-1]).sum(0)
+    result[:-1].mul_(inverse)
+    torch.mul(d_inverse, inverse.pow(3), out=result[-1]).mul_(-1 / size)
+    return result
+
+
+def bias_and_alpha_backward(
+    d_logits: Tensor, mixes: Tensor, weights: MhcWeights, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of bias [K] and alpha [3], summed over all tokens."""
+    inverse = inverse_rms(mixes, weights.mapping.shape[1], eps)
+    by_logit = (d_logits * mixes[:-1]).mv(inverse)
+    d_alpha = torch.stack([by_logit[rows].sum() for rows in _parts(num_streams_of(d_logits))])
+    return d_logits.sum(1), d_alpha
+
+
+def num_streams_of(logits: Tensor) -> int:
+    """n of K = 2n + n^2 rows."""
+    return round((logits.shape[0] + 1) ** 0.5) - 1

@@ -1,0 +1,129 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What all kernels share: products of exact float32 quality, and descriptions for compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_residuals.kernels.dispatch import interpreting
+
+POINTER_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+# The interpreter cuts bfloat16 off instead of rounding, and multiplies its bit patterns.
+INTERPRETED: tl.constexpr = tl.constexpr(interpreting())
+OPAQUE: tl.constexpr = tl.constexpr(not interpreting() and torch.version.hip is None)
+
+
+@triton.jit
+def rounded(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 numbers in another dtype, to the nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        values = bits.to(tl.float32, bitcast=True)
+    return values.to(dtype)
+
+
+@triton.jit
+def dot_bfloat16(left, right, total):  # type: ignore[no-untyped-def]
+    """total + left @ right of bfloat16 numbers, summed in float32."""
+    if INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, total)
+
+
+@triton.jit
+def halves(values):  # type: ignore[no-untyped-def]
+    """float32 numbers as a sum of two of bfloat16: 16 bits of the mantissa."""
+    high = rounded(values, tl.bfloat16)
+    return high, rounded(values - high.to(tl.float32), tl.bfloat16)
+
+
+@triton.jit
+def settled(values):  # type: ignore[no-untyped-def]
+    """The same 16-bit numbers, computed here and once.
+
+    Triton would rather compute the operand of a dot again, in the layout of the dot and from the
+    first loads on, than move it there; with many loads that costs all registers.
+    """
+    if OPAQUE:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
+        )
+    else:
+        return values
+
+
+@triton.jit
+def dot_activation(left, right, total):  # type: ignore[no-untyped-def]
+    """total + left @ right of activations [M, K] and a mapping [K, N] as ``mapping_operand``."""
+    if left.dtype == tl.bfloat16:
+        return dot_bfloat16(settled(left), right, total)
+    else:
+        return tl.dot(left.to(tl.float32), right, total, input_precision="tf32x3")
+
+
+@triton.jit
+def dot_transposed(left, right, total):  # type: ignore[no-untyped-def]
+    """total + left^T @ right of float32 numbers [K, M] and activations [K, N]."""
+    if right.dtype == tl.bfloat16:
+        high, low = halves(left)
+        total = dot_bfloat16(tl.trans(low), right, total)
+        return dot_bfloat16(tl.trans(high), right, total)
+    else:
+        return tl.dot(tl.trans(left), right.to(tl.float32), total, input_precision="tf32x3")
+
+
+@triton.jit
+def dot_mapping(left, high, low, BRIEF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """left @ (high + low) of float32 numbers [M, K] and two halves [K, N] of a matrix.
+
+    Not BRIEF, ``high`` is the whole matrix in float32.
+    """
+    if BRIEF:
+        left_high, left_low = halves(left)
+        total = dot_bfloat16(left_low, high, tl.zeros((left.shape[0], high.shape[1]), tl.float32))
+        return dot_bfloat16(left_high, high, dot_bfloat16(left_high, low, total))
+    else:
+        return tl.dot(left, high, input_precision="tf32x3")
+
+
+class AotCase(NamedTuple):
+    """One kernel to be compiled without a GPU.
+
+    Attributes:
+        types: Triton's type of every argument that is not a constant, by name.
+        constants: values of the constants by name, None for a pointer that is left out.
+        num_warps, num_stages: as it is launched.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, object]
+    num_warps: int
+    num_stages: int = 1
+
+
+def ceil_div(number: int, by: int) -> int:
+    """The least integer not below number / by."""
+    return -(-number // by)
+
+
+def power_of_two(number: int, least: int = 1) -> int:
+    """The least power of two not below a number, and at least ``least``."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+def element(tensor: Tensor) -> str:
+    """Triton's pointer type for a tensor."""
+    return POINTER_TYPES[tensor.dtype]

@@ -1,0 +1,42 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which sublayers read the finished sources together, before each merges with the running sum.
+
+All sublayers of a block read the same finished sources, so one pass over them serves all. Planes
+(one [s, b, h] tensor read or written) of S reads of m finished sources in forward and backward,
+each gradient of a source read and written once:
+
+    each by itself      4 m S + 6 S - 4
+    in two phases       5 m + 10 S - 8
+
+Two phases pay from two reads and two sources on. The answer is a matter of depth alone, so that it
+is the same wherever a pipeline stage or a checkpoint cuts a block, and with it every rounding.
+Depends on the standard library only.
+"""
+
+from __future__ import annotations
+
+from megatron_residuals.depth import DepthMap
+
+
+def reads_in_two_phases(choice: str, depth: DepthMap, sublayer: int) -> bool:
+    """Whether a sublayer reads in two phases; ``choice`` is the config's ``two_phase``.
+
+    Raises:
+        ValueError: two phases are demanded of blocks of one sublayer, which share no read.
+    """
+    if choice == "on" and depth.block_sublayers == 1:
+        raise ValueError(
+            "two_phase is 'on', but every block has one sublayer (Full AttnRes), so no two reads "
+            "share their sources; leave two_phase out, or use blocks of at least two sublayers"
+        )
+    source = sublayer // depth.block_sublayers + 1
+    num_reads = len(depth.block_range(source))
+    return choice != "off" and num_reads > 1 and (source > 1 or choice == "on")
+
+
+def cut_at_blocks(depth: DepthMap, sublayers: range) -> tuple[range, ...]:
+    """Consecutive sublayers, cut in front of every one that opens a block."""
+    cuts = [i for i in sublayers if i > sublayers.start and depth.opens_block(i)]
+    bounds = [sublayers.start, *cuts, sublayers.stop]
+    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b)
