@@ -387,26 +387,3 @@ def test_a_configuration_is_a_frozen_value() -> None:
         ResidualConfig("mhc").streams = 2  # type: ignore[misc]
     with pytest.raises(ValueError, match="streams is 0"):
         dataclasses.replace(ResidualConfig("mhc"), streams=0)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("mhc(recompute='block')", ["'block'", "block_attnres", "'mhc' allows none, mix, group"]),
-        ("hc(recompute='block+layer')", ["'block+layer'", "'hc' allows none, mix, group"]),
-        ("attnres(recompute='group')", ["'group'", "'attnres' allows none, mix, block"]),
-        ("residual(recompute='mix')", ["'mix'", "'residual' allows none"]),
-        ("mhc(recompute='group:0')", ["'group:0'", "at least 1"]),
-        ("mhc(recompute='group:-1')", ["'group:-1'", "at least 1"]),
-        ("mhc(recompute='group:two')", ["'group:two'", "at least 1"]),
-        ("attnres(recompute='block:2')", ["'block:2'", "allowed: none, mix, group, block"]),
-        ("mhc(recompute='full')", ["'full'", "allowed: none, mix, group, block"]),
-    ],
-)
-def test_a_policy_that_a_mechanism_does_not_have_is_refused_by_name(
-    text: str, words: list[str]
-) -> None:
-    with pytest.raises(ValueError) as error:
-        ResidualConfig.parse(text)
-    for word in words:
-        assert word in str(error.value)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents say what is so: commands work, printed output is real, links lead somewhere.
 
-Commands are run where a laptop can. Where they need a cluster, or minutes, what this project answers
-for is checked: a make target, the launch script's dry run, the `--residual` flags.
+Commands are run where a laptop can. Where they need a cluster, or minutes, our part of them is
+checked: a make target, the launch script's dry run, the `--residual` flags.
 """
 
 from __future__ import annotations
