@@ -181,9 +181,7 @@ def _records(request: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
             yield from _records(value)
 
 
-def _announce_conversion(
-    saved: Mapping[str, Setting] | None, given: Mapping[str, Setting]
-) -> None:
+def _announce_conversion(saved: Mapping[str, Setting] | None, given: Mapping[str, Setting]) -> None:
     before, after = (saved or given).get(BLOCK_LENGTH), given.get(BLOCK_LENGTH)
     if before != after and (not dist.is_initialized() or dist.get_rank() == 0):
         print(
