@@ -206,7 +206,7 @@ TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
     (r"python3? examples/(prepare_data|demo_report)\.py\b", example_help),
     (r"python3? -m benchmarks\.\w+", benchmark_options),
     (r"(git (-C \S+ )?apply|patch)\b", patch_exists),
-    (r"(git clone|cd|export|source|tensorboard|wandb)\b", accept),
+    (r"(git clone|cd|export|source|tensorboard|wandb|benchmarks/gpu_check\.sh)\b", accept),
 )
 
 
