@@ -4,15 +4,21 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """The widest dtype among them, at least float32."""
+    return functools.reduce(torch.promote_types, [each.dtype for each in tensors], torch.float32)
+
+
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32, or in its own dtype where that is wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(wide_dtype(tensor))
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.functional import streams as reference
-from megatron_residuals.functional.precision import wide, without_autocast
+from megatron_residuals.functional.precision import wide_dtype, without_autocast
 from megatron_residuals.functional.streams import Boundary, StreamUpdate
 from megatron_residuals.kernels.coefficients import MhcWeights
 from megatron_residuals.kernels.dispatch import Backend, resolve
@@ -50,7 +50,8 @@ def update_and_read(
         RuntimeError: the backend was asked for and cannot run.
     """
     options = MhcOptions(convention, iterations, eps).checked()
-    chosen = resolve(backend, streams, what="the boundary of mHC sublayers")
+    narrow = wide_dtype(streams, mapping) == torch.float32
+    chosen = resolve(backend, streams, what="boundary of mHC sublayers", supported=narrow)
     if chosen == "torch" and torch.compiler.is_compiling():
         # a compiler fuses the plain formulas better than the chunks made for a cache
         return reference.update_and_read(streams, update, mapping, bias, alpha, **options._asdict())
@@ -80,7 +81,7 @@ class _UpdateAndRead(torch.autograd.Function):
         """In the flat layouts of ``planes``."""
         ctx.options, ctx.backend = options, backend
         lead = streams.shape[:-2]
-        dtype = torch.promote_types(wide(streams).dtype, mapping.dtype)
+        dtype = wide_dtype(streams, mapping)
         weights = MhcWeights(*(weight.to(dtype) for weight in (mapping, bias, alpha)))
         update = None
         if output is not None and h_post is not None and h_res is not None:
@@ -120,6 +121,7 @@ class _UpdateAndRead(torch.autograd.Function):
                 ctx.options,
                 update,
             )
+        d_before: tuple[Tensor | None, ...]
         if update is None:
             d_before = (found.before.view(streams.shape), None, None, None)
         else:

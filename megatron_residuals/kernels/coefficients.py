@@ -9,6 +9,7 @@ vector units idle, many tokens do not.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def _parts(num_streams: int) -> tuple[slice, slice, slice]:
 def _oriented(matrix: Tensor, options: MhcOptions) -> Tensor:
     """[n^2, T], or [n, n, T], as projected -> [new, old, T]; its own inverse."""
     if matrix.ndim == 2:
-        n = round(matrix.shape[0] ** 0.5)
+        n = math.isqrt(matrix.shape[0])
         matrix = matrix.view(n, n, -1)
     return matrix.transpose(0, 1).contiguous() if options.is_dsv4 else matrix
 
@@ -78,19 +79,25 @@ def update_coefficients_backward(
     n = d_post.shape[0]
     _, post, res = _parts(n)
     inverse = inverse_rms(mixes, weights.mapping.shape[1], options.eps)
-    gates = _logits(mixes, weights, 1, post, inverse).sigmoid_()
+    gates = _logits(mixes, weights, 1, post, inverse)
     result = mixes.new_empty(n + n * n, mixes.shape[1])
-    torch.mul(d_post, gates - gates.square(), out=result[:n]).mul_(2)
+    torch.mul(d_post, torch.sigmoid(gates) * torch.sigmoid(-gates), out=result[:n]).mul_(2)
     logits = _oriented(_logits(mixes, weights, 2, res, inverse), options)
     d_logits = sinkhorn_backward(logits, d_res, options)
     result[n:].view(n, n, -1).copy_(_oriented(d_logits, options))
     return result
 
 
-def gate_backward(h_pre: Tensor, gradient: Tensor, options: MhcOptions) -> Tensor:
-    """Gradient of the logits of pre from that of h_pre, both of one shape."""
-    gates = h_pre - options.step_eps
-    return gradient * (gates - gates.square())
+def gate_slopes(
+    mixes: Tensor, weights: MhcWeights, num_streams: int, options: MhcOptions
+) -> Tensor:
+    """The derivative of h_pre with respect to its logits [n, T].
+
+    From the logits: h_pre itself has lost what a saturated gate still has.
+    """
+    inverse = inverse_rms(mixes, weights.mapping.shape[1], options.eps)
+    logits = _logits(mixes, weights, 0, _parts(num_streams)[0], inverse)
+    return torch.sigmoid(logits).mul_(torch.sigmoid(-logits))
 
 
 def mixes_backward(d_logits: Tensor, mixes: Tensor, weights: MhcWeights, eps: float) -> Tensor:
@@ -121,4 +128,4 @@ def bias_and_alpha_backward(
 
 def num_streams_of(logits: Tensor) -> int:
     """n of K = 2n + n^2 rows."""
-    return round((logits.shape[0] + 1) ** 0.5) - 1
+    return math.isqrt(logits.shape[0] + 1) - 1

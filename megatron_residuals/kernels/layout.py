@@ -7,10 +7,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_residuals.functional.precision import wide
+from megatron_residuals.functional.precision import wide_dtype
 from megatron_residuals.kernels.dispatch import Backend
 from megatron_residuals.kernels.planes import Update
 
@@ -28,7 +27,7 @@ def rows(tensor: Tensor, ndim: int) -> Tensor:
 
 def flat_update(streams: Tensor, output: Tensor, h_post: Tensor, h_res: Tensor) -> Update:
     """A write in rows, its coefficients in float32 or wider."""
-    dtype = torch.promote_types(wide(streams).dtype, h_res.dtype)
+    dtype = wide_dtype(streams, h_res)
     return Update(
         rows(streams, 2), rows(output, 1), rows(h_post, 1).to(dtype), rows(h_res, 2).to(dtype)
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_residuals.kernels.coefficients import (
     MhcWeights,
     bias_and_alpha_backward,
-    gate_backward,
+    gate_slopes,
     mixes_backward,
     tokens_last,
     update_coefficients_backward,
@@ -104,17 +104,18 @@ def update_and_read_backward(
     n = written.shape[1]
     buffers = Buffers(mixes.dtype)
     backward = None if update is None else _UpdateBackward(update, buffers)
-    d_streams = torch.empty_like(written) if update is None else None
+    before: Update | Tensor = torch.empty_like(written) if backward is None else backward.gradients
     d_mapping = torch.zeros_like(weights.mapping)
     d_logits = torch.empty_like(mixes[:-1])
     d_logits[n:] = update_coefficients_backward(
         mixes, *tokens_last(cotangents.h_post, cotangents.h_res), weights, options
     )
+    d_logits[:n] = gate_slopes(mixes, weights, n, options)
     for chunk in chunks(written):
         wide = buffers.wide("written", written[chunk])
         d_read = buffers.wide("read", cotangents.read[chunk])
         d_pre = torch.bmm(wide, d_read.unsqueeze(2)).squeeze(2)
-        d_logits[:n, chunk] = gate_backward(h_pre[chunk], d_pre, options).t()
+        d_logits[:n, chunk].mul_(d_pre.t())
         d_mixes = mixes_backward(d_logits[:, chunk], mixes[:, chunk], weights, options.eps)
         d_mapping.addmm_(d_mixes[:-1], wide.flatten(1))
         g = buffers.new("gradient", wide)
@@ -124,10 +125,10 @@ def update_and_read_backward(
         g.baddbmm_(h_pre[chunk].unsqueeze(2), d_read.unsqueeze(1))
         if backward is not None:
             backward.add(chunk, g)
-        elif d_streams is not None:
-            d_streams[chunk] = g
+        else:
+            before[chunk].copy_(g)
     return BoundaryGradients(
-        d_streams if backward is None else backward.gradients,
+        before,
         d_mapping,
         *bias_and_alpha_backward(d_logits, mixes, weights, options.eps),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.functional import streams as reference
-from megatron_residuals.functional.precision import wide, without_autocast
+from megatron_residuals.functional.precision import wide_dtype, without_autocast
 from megatron_residuals.functional.streams import StreamCoefficients
 from megatron_residuals.kernels.dispatch import Backend, resolve
 from megatron_residuals.kernels.layout import (
@@ -111,16 +111,16 @@ class _ReadStreams(torch.autograd.Function):
         """The weighted sum."""
         ctx.backend = backend
         ctx.save_for_backward(streams, h_pre)
-        dtype = torch.promote_types(h_pre.dtype, wide(streams).dtype)
+        dtype = wide_dtype(streams, h_pre)
         with without_autocast(streams):
-            x = implementation(backend).read(rows(streams, 2), rows(h_pre, 1).to(dtype))
+            x: Tensor = implementation(backend).read(rows(streams, 2), rows(h_pre, 1).to(dtype))
         return x.view(*streams.shape[:-2], streams.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the streams and of the weights."""
         streams, h_pre = ctx.saved_tensors
-        dtype = torch.promote_types(h_pre.dtype, wide(streams).dtype)
+        dtype = wide_dtype(streams, h_pre)
         with without_autocast(streams):
             d_streams, d_pre = implementation(ctx.backend).read_backward(
                 rows(gradient, 1), rows(streams, 2), rows(h_pre, 1).to(dtype)
@@ -144,7 +144,8 @@ class _WriteStreams(torch.autograd.Function):
         ctx.backend = backend
         ctx.save_for_backward(streams, h_post, h_res, output)
         with without_autocast(streams):
-            written = implementation(backend).write(flat_update(streams, output, h_post, h_res))
+            flat = flat_update(streams, output, h_post, h_res)
+            written: Tensor = implementation(backend).write(flat)
         return written.view(streams.shape)
 
     @staticmethod

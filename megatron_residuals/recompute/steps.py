@@ -141,6 +141,7 @@ class GroupStep:
         if self._position == 0:
             self._finished.arm(streams)
         else:
+            assert self._behind is not None, "set by the sublayer in front"
             self._replay.remember(streams, self._behind)
             self._used.append(streams)
 

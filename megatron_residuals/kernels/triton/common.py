@@ -1,5 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """What all kernels share: products of exact float32 quality, and descriptions for compilation."""
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OPAQUE: tl.constexpr = tl.constexpr(not interpreting() and torch.version.hip is 
 
 
 @triton.jit
-def rounded(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def rounded(values, dtype: tl.constexpr):
     """float32 numbers in another dtype, to the nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
@@ -33,7 +34,7 @@ def rounded(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dot_bfloat16(left, right, total):  # type: ignore[no-untyped-def]
+def dot_bfloat16(left, right, total):
     """total + left @ right of bfloat16 numbers, summed in float32."""
     if INTERPRETED:
         left = left.to(tl.float32)
@@ -42,14 +43,14 @@ def dot_bfloat16(left, right, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def halves(values):  # type: ignore[no-untyped-def]
+def halves(values):
     """float32 numbers as a sum of two of bfloat16: 16 bits of the mantissa."""
     high = rounded(values, tl.bfloat16)
     return high, rounded(values - high.to(tl.float32), tl.bfloat16)
 
 
 @triton.jit
-def settled(values):  # type: ignore[no-untyped-def]
+def settled(values):
     """The same 16-bit numbers, computed here and once.
 
     Triton would rather compute the operand of a dot again, in the layout of the dot and from the
@@ -64,7 +65,7 @@ def settled(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dot_activation(left, right, total):  # type: ignore[no-untyped-def]
+def dot_activation(left, right, total):
     """total + left @ right of activations [M, K] and a mapping [K, N] as ``mapping_operand``."""
     if left.dtype == tl.bfloat16:
         return dot_bfloat16(settled(left), right, total)
@@ -73,7 +74,7 @@ def dot_activation(left, right, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dot_transposed(left, right, total):  # type: ignore[no-untyped-def]
+def dot_transposed(left, right, total):
     """total + left^T @ right of float32 numbers [K, M] and activations [K, N]."""
     if right.dtype == tl.bfloat16:
         high, low = halves(left)
@@ -84,7 +85,7 @@ def dot_transposed(left, right, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dot_mapping(left, high, low, BRIEF: tl.constexpr):  # type: ignore[no-untyped-def]
+def dot_mapping(left, high, low, BRIEF: tl.constexpr):
     """left @ (high + low) of float32 numbers [M, K] and two halves [K, N] of a matrix.
 
     Not BRIEF, ``high`` is the whole matrix in float32.

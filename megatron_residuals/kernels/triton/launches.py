@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_residuals.kernels.coefficients import MhcWeights
 from megatron_residuals.kernels.planes import Update
-from megatron_residuals.kernels.planes_backward import Kept
 from megatron_residuals.kernels.sinkhorn import MhcOptions
 from megatron_residuals.kernels.triton import tiles
 from megatron_residuals.kernels.triton.common import ceil_div, power_of_two
@@ -28,25 +27,33 @@ from megatron_residuals.kernels.triton.mhc_streams import (
 )
 
 
-def post_and_mix(
-    before: Update | Tensor, mapping: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Streams behind the write (None without one), and partial mixes (None without a mapping)."""
+def write(update: Update) -> Tensor:
+    """The streams behind a write."""
+    return _post_and_mix(update, None)[0]
+
+
+def write_and_mix(before: Update | Tensor, mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """The streams behind a write (if there is one), and their partial mixes."""
+    return _post_and_mix(before, mapping)
+
+
+def _post_and_mix(before: Update | Tensor, mapping: Tensor | None) -> tuple[Tensor, Tensor]:
     update = before if isinstance(before, Update) else None
     streams = before.streams if isinstance(before, Update) else before
     tokens, n, d = streams.shape
     tile = tiles.post_tile(n, d, updates=update is not None)
     split = tiles.split_channels(tile, d)
     splits, columns = ceil_div(d, split), 2 * n + n * n
-    written = None if update is None else torch.empty_like(streams)
-    partial = None
-    if mapping is not None:
-        partial = mapping.new_empty(splits, tokens, columns + 1)
+    written = streams if update is None else torch.empty_like(streams)
+    partial = streams.new_empty(
+        splits if mapping is not None else 0, tokens, columns + 1, dtype=torch.float32
+    )
     if tokens:
         if mapping is not None and streams.dtype == torch.bfloat16:
             mapping = halves_of(mapping)
         post_and_mix_kernel[(ceil_div(tokens, tile.tokens), splits)](
-            *(streams, *(update[1:] if update else (None,) * 3), mapping, written, partial, tokens),
+            *(streams, *(update[1:] if update else (None,) * 3), mapping),
+            *(written if update else None, None if mapping is None else partial, tokens),
             N=n,
             D=d,
             K=columns,
@@ -146,22 +153,20 @@ class Carry(NamedTuple):
 
 
 def coefficients_backward(
-    kept: Kept,
+    mixes: Tensor,
     weights: MhcWeights,
     gradients: tuple[Tensor, Tensor, Tensor],
     options: MhcOptions,
 ) -> Carry:
     """From the gradients of h_pre, h_post [T, n] and h_res [T, n, n]."""
-    _, h_pre, mixes = kept
-    (tokens, columns), n = mixes.shape, h_pre.shape[1]
+    (tokens, columns), n = mixes.shape, gradients[0].shape[1]
     programs = ceil_div(tokens, tiles.COEFFICIENT_TOKENS)
     carry = torch.empty_like(mixes)
     partial = mixes.new_empty(programs, columns + 2)
     sums = mixes.new_empty(max(options.iterations - 1, 1) * 2 * n, tokens)
     if tokens:
         coefficients_backward_kernel[(programs,)](
-            *(mixes, h_pre, weights.bias, weights.alpha, *gradients),
-            *(carry, partial, sums, tokens),
+            *(mixes, weights.bias, weights.alpha, *gradients, carry, partial, sums, tokens),
             N=n,
             D=weights.mapping.shape[1] // n,
             ITERATIONS=options.iterations,
@@ -191,8 +196,8 @@ class PlaneGradients(NamedTuple):
     """Of the streams (before the update if there is one), of the update, and of the mapping."""
 
     d_streams: Tensor
-    update: tuple[Tensor, Tensor, Tensor] | None
-    d_mapping: Tensor | None
+    update: tuple[Tensor, Tensor, Tensor]
+    d_mapping: Tensor
 
 
 def planes_backward(
@@ -200,7 +205,8 @@ def planes_backward(
 ) -> PlaneGradients:
     """All gradients of planes from that of the streams behind the update, if they have any, and
 
-    from what was read of them; ``like`` is a tensor of the shape and dtype of the streams.
+    from what was read of them; ``like`` is a tensor of the shape and dtype of the streams. What
+    there is no update or mapping for is empty.
     """
     tokens, n, d = like.shape
     columns, mix = 2 * n + n * n, read is not None and read.mapping is not None
@@ -208,10 +214,10 @@ def planes_backward(
     slices = ceil_div(d, tile.channels)
     groups = ceil_div(tokens, tiles.GROUP_STEPS * tile.tokens)
     d_streams = torch.empty_like(like)
-    wide = update.h_res if update else read.h_pre
-    d_output = torch.empty_like(update.output) if update else None
-    shares = wide.new_empty(slices, tokens, n + n * n) if update else None
-    d_mapping = wide.new_empty(groups, columns, n * d) if mix else None
+    d_output = like.new_empty((tokens, d) if update else 0)
+    wide = torch.empty(0, dtype=torch.float32, device=like.device)
+    shares = wide.new_empty(slices, tokens if update else 0, n + n * n)
+    d_mapping = wide.new_empty(groups, columns if mix else 0, n * d)
     d_read, h_pre, carry, mapping, written = read or (None,) * 5
     if tokens:
         if mapping is not None and like.dtype == torch.bfloat16:
@@ -234,8 +240,6 @@ def planes_backward(
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
-    products = None
-    if shares is not None and d_output is not None:
-        d_post, d_res = shares[..., :n].sum(0), shares[..., n:].sum(0)
-        products = (d_output, d_post, d_res.view(tokens, n, n))
-    return PlaneGradients(d_streams, products, None if d_mapping is None else d_mapping.sum(0))
+    d_post, d_res = shares[..., :n].sum(0), shares[..., n:].sum(0)
+    d_update = (d_output, d_post, d_res.view(-1, n, n))
+    return PlaneGradients(d_streams, d_update, d_mapping.sum(0))

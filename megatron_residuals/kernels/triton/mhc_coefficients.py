@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Coefficients of mHC from the projected streams, and the way back: one token in one thread.
 
 With the K = 2N + N^2 projections m and the sum of squares of a token, r = 1 / rms and
@@ -109,7 +109,6 @@ def through_norm(
 @triton.jit(do_not_specialize=["tokens"])
 def coefficients_backward_kernel(
     p_mixes,
-    p_h_pre,
     p_bias,
     p_alpha,
     p_d_pre,
@@ -149,7 +148,8 @@ def coefficients_backward_kernel(
     b_d_pre = ()
     b_d_post = ()
     for j in tl.static_range(N):
-        b_gate = tl.load(p_h_pre + o_row * N + j, mask=m_t, other=0.0) - EPS
+        b_mix = tl.load(p_mixes + j, mask=m_t, other=0.0)
+        b_gate = gate_of(b_mix * b_inverse * alpha_pre + tl.load(p_bias + j))
         b_gradient = tl.load(p_d_pre + o_row * N + j, mask=m_t, other=0.0)
         b_d_pre = b_d_pre + (b_gradient * b_gate * (1.0 - b_gate),)
         b_mix = tl.load(p_mixes + N + j, mask=m_t, other=0.0)

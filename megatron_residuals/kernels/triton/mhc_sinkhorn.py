@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Sinkhorn iterations of one token in one thread, and their exact gradient.
 
 A block of numbers is one vector over tokens, a matrix a tuple of N^2 such vectors, row-major

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Streams written, projected, read and multiplied: the passes of mHC that touch whole planes.
 
 Streams are [T, N, D], one row for each token [T, D]; h_pre and h_post [T, N], h_res [T, N, N] as

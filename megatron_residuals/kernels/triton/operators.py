@@ -48,7 +48,7 @@ def _(gradient: Tensor, streams: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]
 @torch.library.custom_op("megatron_residuals::streams_write", mutates_args=())
 def streams_write(streams: Tensor, output: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     """[T, n, d], [T, d], [T, n], [T, n, n] -> [T, n, d]"""
-    return launches.post_and_mix(Update(streams, output, h_post, h_res), None)[0]
+    return launches.write(Update(streams, output, h_post, h_res))
 
 
 @streams_write.register_fake
@@ -70,7 +70,8 @@ def streams_write_backward(
 def _(
     gradient: Tensor, streams: Tensor, output: Tensor, h_post: Tensor, h_res: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(map(torch.empty_like, (streams, output, h_post, h_res)))
+    post, res = torch.empty_like(h_post), torch.empty_like(h_res)
+    return torch.empty_like(streams), torch.empty_like(output), post, res
 
 
 @torch.library.custom_op("megatron_residuals::mhc_boundary", mutates_args=())
@@ -87,7 +88,9 @@ def mhc_boundary(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Streams written (empty without an output), read, h_pre, h_post, h_res, mixes."""
-    before = streams if output is None else Update(streams, output, h_post, h_res)
+    before: Update | Tensor = streams
+    if output is not None and h_post is not None and h_res is not None:
+        before = Update(streams, output, h_post, h_res)
     weights, options = MhcWeights(mapping, bias, alpha), MhcOptions(convention, iterations, eps)
     return projected.forward(before, weights, options)
 
@@ -137,7 +140,9 @@ def mhc_boundary_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of streams, output, h_post, h_res (three empty without), mapping, bias, alpha."""
-    update = None if output is None else Update(streams, output, h_post, h_res)
+    update = None
+    if streams is not None and output is not None and h_post is not None and h_res is not None:
+        update = Update(streams, output, h_post, h_res)
     weights, options = MhcWeights(mapping, bias, alpha), MhcOptions(convention, iterations, eps)
     cotangents = Cotangents(d_written, d_read, d_post, d_res)
     kept = Kept(written, h_pre, mixes)
@@ -164,9 +169,10 @@ def _(
     iterations: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    empty = mixes.new_empty(0)
-    update = (empty, mixes.new_empty(0), mixes.new_empty(0))
-    if output is not None and h_post is not None and h_res is not None:
-        update = (torch.empty_like(output), torch.empty_like(h_post), torch.empty_like(h_res))
-    weights = tuple(map(torch.empty_like, (mapping, bias, alpha)))
-    return torch.empty_like(written), *update, *weights
+    n = written.shape[1]
+    d_output, tokens = written.new_empty(0), 0
+    if output is not None:
+        d_output, tokens = torch.empty_like(output), output.shape[0]
+    d_update = (d_output, mixes.new_empty(tokens, n), mixes.new_empty(tokens, n, n))
+    d_weights = (torch.empty_like(mapping), torch.empty_like(bias), torch.empty_like(alpha))
+    return torch.empty_like(written), *d_update, *d_weights

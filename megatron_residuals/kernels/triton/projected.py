@@ -16,7 +16,7 @@ from megatron_residuals.kernels.coefficients import (
     MhcWeights,
     bias_and_alpha_backward,
     gate,
-    gate_backward,
+    gate_slopes,
     mixes_backward,
     tokens_last,
     update_coefficients,
@@ -45,16 +45,17 @@ def forward(before: Update | Tensor, weights: MhcWeights, options: MhcOptions) -
     streams = before.streams if isinstance(before, Update) else before
     n = streams.shape[1]
     if n <= MAX_FUSED_STREAMS:
-        written, partial = launches.post_and_mix(before, weights.mapping)
-        h_pre, *others = launches.coefficients(partial, weights, n, options)
+        written, partial = launches.write_and_mix(before, weights.mapping)
+        h_pre, h_post, h_res, mixes = launches.coefficients(partial, weights, n, options)
     else:
-        written = None if update is None else launches.post_and_mix(update, None)[0]
-        mixes = _mixes(streams if written is None else written, weights)
+        written = streams if update is None else launches.write(update)
+        mixes = _mixes(written, weights)
         h_pre = gate(mixes, weights, n, options).t().contiguous()
         h_post, h_res = update_coefficients(mixes, weights, n, options)
-        others = [h_post.t().contiguous(), h_res.permute(2, 0, 1).contiguous(), mixes]
-    read = launches.read(streams if written is None else written, h_pre)
-    return streams.new_empty(0) if written is None else written, read, h_pre, *others
+        h_post, h_res = h_post.t().contiguous(), h_res.permute(2, 0, 1).contiguous()
+    read = launches.read(written, h_pre)
+    written = streams.new_empty(0) if update is None else written
+    return written, read, h_pre, h_post, h_res, mixes
 
 
 def _mixes(written: Tensor, weights: MhcWeights) -> Tensor:
@@ -74,10 +75,11 @@ def backward(
     """Gradients of streams, output, h_post, h_res (three empty without), mapping, bias, alpha."""
     d_written, d_read, d_post, d_res = cotangents
     written, h_pre, mixes = kept
+    n = written.shape[1]
     d_pre = launches.products(d_read, written, mixes.dtype)
-    if written.shape[1] <= MAX_FUSED_STREAMS:
+    if n <= MAX_FUSED_STREAMS:
         carry, d_bias, d_alpha = launches.coefficients_backward(
-            kept, weights, (d_pre, d_post, d_res), options
+            mixes, weights, (d_pre, d_post, d_res), options
         )
         read = launches.ReadBackward(d_read, h_pre, carry, weights.mapping, written)
         found = launches.planes_backward(d_written, read, update, written)
@@ -86,14 +88,13 @@ def backward(
         d_others = update_coefficients_backward(
             mixes, *tokens_last(d_post, d_res), weights, options
         )
-        d_logits = torch.cat((gate_backward(h_pre, d_pre, options).t(), d_others))
+        d_logits = torch.cat((gate_slopes(mixes, weights, n, options) * d_pre.t(), d_others))
         d_mixes = mixes_backward(d_logits, mixes, weights, options.eps)
         d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, options.eps)
         d_written, d_mapping = _through_projection(d_written, written, d_mixes, weights)
         read = launches.ReadBackward(d_read, h_pre)
         found = launches.planes_backward(d_written, read, update, written)
-    empty = (mixes.new_empty(0), mixes.new_empty(0), mixes.new_empty(0))
-    return found.d_streams, *(found.update or empty), d_mapping, d_bias, d_alpha
+    return found.d_streams, *found.update, d_mapping, d_bias, d_alpha
 
 
 def _through_projection(

@@ -15,17 +15,20 @@ from megatron_residuals.kernels.triton import operators
 
 def read(streams: Tensor, h_pre: Tensor) -> Tensor:
     """As ``planes.read``."""
-    return operators.streams_read(streams, h_pre)
+    result: Tensor = operators.streams_read(streams, h_pre)
+    return result
 
 
 def read_backward(gradient: Tensor, streams: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
     """As ``planes_backward.read_backward``."""
-    return operators.streams_read_backward(gradient, streams, h_pre)
+    d_streams, d_pre = operators.streams_read_backward(gradient, streams, h_pre)
+    return d_streams, d_pre
 
 
 def write(update: Update) -> Tensor:
     """As ``planes.write``."""
-    return operators.streams_write(*update)
+    written: Tensor = operators.streams_write(*update)
+    return written
 
 
 def write_backward(gradient: Tensor, update: Update) -> Update:
