@@ -8,7 +8,8 @@
 #   benchmarks/gpu_check.sh [OUTPUT_DIRECTORY]      needs torch, triton, megatron-core
 #   REDUCED=1 benchmarks/gpu_check.sh               the same steps, tiny, on the CPU host
 #
-# PYTHON names the interpreter. Peers (fla, liger_kernel) are taken along where installed.
+# PYTHON names the interpreter. Peers (fla, liger_kernel) and layers of Transformer Engine are taken
+# along where installed.
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -58,6 +59,10 @@ step model 120 benchmarks.model --device "$device" --dtype bfloat16 "${model[@]}
     --model 'block_attnres one-phase=block_attnres(two_phase="off")' \
     --model 'block_attnres torch=block_attnres(kernels="torch")' \
     --json "$out/model.json"
+if [[ $device == cuda ]] && "$python" -c 'import transformer_engine.pytorch' 2>/dev/null; then
+    step model_te 90 benchmarks.model --device cuda --dtype bfloat16 "${model[@]}" \
+        --transformer-engine --json "$out/model_te.json"
+fi
 step training 120 benchmarks.training --device "$device" --dtype bfloat16 "${training[@]}" \
     --model 'plain=residual()' \
     --model 'mhc=mhc()' \

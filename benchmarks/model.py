@@ -4,8 +4,8 @@
 
     python -m benchmarks.model [--device cuda] [--layers 8 --hidden-size 1024 ...]
 
-The models of one process, taken in turns; attention is PyTorch's scaled_dot_product_attention,
-without Transformer Engine. One rank; on the CPU the host's CUDA calls are rerouted.
+The models of one process, taken in turns; attention is PyTorch's scaled_dot_product_attention, or
+all layers are Transformer Engine's. One rank; on the CPU the host's CUDA calls are rerouted.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ def parser(program: str) -> argparse.ArgumentParser:
         help="a residual configuration, e.g. 'mhc=mhc(kernels=\"torch\")'; the first one is the "
         "baseline (default: plain, mhc, block_attnres)",
     )
+    parser.add_argument(
+        "--transformer-engine", action="store_true", help="layers of Transformer Engine"
+    )
     parser.add_argument("--json", type=Path)
     return parser
 
@@ -118,11 +121,9 @@ def measure(args: Sizes, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 def build(args: Sizes, text: str) -> Any:
     """A GPT on one rank with the residual that the text describes."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from benchmarks.attention import TorchAttention
     from megatron_residuals.config import ResidualConfig
     from megatron_residuals.mcore.install import install
     from megatron_residuals.mcore.spec import replace_residual
@@ -146,17 +147,28 @@ def build(args: Sizes, text: str) -> Any:
         use_cpu_initialization=args.device == "cpu",
         gradient_accumulation_fusion=False,
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = TorchAttention
     torch.manual_seed(3)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=replace_residual(spec, ResidualConfig.parse(text)),
+        transformer_layer_spec=replace_residual(layer_spec(args), ResidualConfig.parse(text)),
         vocab_size=VOCABULARY,
         max_sequence_length=args.seq_length,
         position_embedding_type="rope",
     )
     return model.to(args.device).to(dtype)
+
+
+def layer_spec(args: Sizes) -> Any:
+    """The host's layers: its local ones with PyTorch's attention, or Transformer Engine's."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if args.transformer_engine:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    from benchmarks.attention import TorchAttention
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = TorchAttention
+    return spec
 
 
 def step(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[float, float]:
