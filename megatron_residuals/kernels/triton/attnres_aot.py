@@ -16,7 +16,7 @@ from megatron_residuals.kernels.triton.attnres_tiles import Tile
 from megatron_residuals.kernels.triton.common import POINTER_TYPES, AotCase, power_of_two
 
 SOURCES, READERS = 9, 8
-HIDDEN_SIZES = (7168, 5120, 2880)
+HIDDEN_SIZES = (7168, 2880)
 COUNTS = ("size", "num_sources", "tokens", "per_program", "first", "count", "present")
 TABLES = ("p_table", "p_sources", "p_values", "p_gradients", "p_totals", "p_fresh")
 PLANES = ("p_x", "p_like", "p_gradient", "p_partial", "p_output", "p_total", "p_d_partial")

@@ -151,8 +151,8 @@ def accumulate_kernel(
                 for k in range(size):
                     s = size - 1 - k
                     p_g = tensor_at(p_gradients, s, p_like.dtype, ALIGNED)
-                    given = is_there(p_gradients, s)
-                    b_g = tl.load(p_g + o_v, mask=m & given, other=0.0).to(tl.float32)
+                    m_g = m_t[:, None] & (o_c < tl.where(is_there(p_gradients, s), D, 0))[None, :]
+                    b_g = tl.load(p_g + o_v, mask=m_g, other=0.0).to(tl.float32)
                     b_q = tl.load(p_directions + s * D + o_c, mask=m_c, other=0.0)
                     o_one = (s * num_sources + j) * count + o_row
                     b_weight = tl.load(p_weights + o_one, mask=m_t, other=0.0)[:, None]

@@ -46,9 +46,9 @@ def read_kernel(
     b_next = tl.load(p_next + o_row, mask=m_d, other=0.0)
     for j in range(num_sources):
         b_v = b_next.to(tl.float32)  # [BD]
-        more = j + 1 < num_sources
+        more = num_sources > j + 1
         p_next = tensor_at(p_sources, tl.where(more, j + 1, j), p_x.dtype, ALIGNED)
-        b_next = tl.load(p_next + o_row, mask=m_d & more, other=0.0)
+        b_next = tl.load(p_next + o_row, mask=o_d < tl.where(more, D, 0), other=0.0)
         dot = tl.sum(b_v * b_q, 0)
         r = tl.rsqrt(tl.sum(b_v * b_v, 0) / D + eps)
         tl.store(p_dots + j * count + i_t, dot)

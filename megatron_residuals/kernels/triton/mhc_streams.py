@@ -106,7 +106,8 @@ def halves_kernel(
     i_k = tl.program_id(0)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < COLUMNS
-    b_row = tl.load(p_mapping + i_k * COLUMNS + o_c, mask=m_c & (i_k < ROWS), other=0.0)
+    m_row = o_c < tl.where(i_k < ROWS, COLUMNS, 0)
+    b_row = tl.load(p_mapping + i_k * COLUMNS + o_c, mask=m_row, other=0.0)
     high, low = halves(b_row)
     tl.store(p_halves + i_k * COLUMNS + o_c, high, mask=m_c)
     tl.store(p_halves + (BK + i_k) * COLUMNS + o_c, low, mask=m_c)
