@@ -4,7 +4,8 @@
 
 PyTorch operations are seen by a dispatch mode and counted by their tensors: arguments read once,
 results written once, views cost nothing. Triton kernels are counted where they are launched, by the
-tensors behind their pointers, each once: the traffic of a kernel that goes over its data once.
+tensors behind their pointers, each once: the traffic of a kernel that goes over its data once. For a
+table of addresses the tensors in it count.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OURS = "megatron_residuals"
+ADDRESSES = "address_kernel"  # writes a table: its arguments are read by the kernels that get it
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach"}
 
 
@@ -31,6 +34,7 @@ class TrafficMeter(TorchDispatchMode):
         self.read: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
         self.launched: Counter[str] = Counter()
+        self._tables: dict[int, list[Tensor]] = {}
 
     @property
     def total(self) -> int:
@@ -61,7 +65,16 @@ class TrafficMeter(TorchDispatchMode):
         with self, _launches(self._launch):
             yield self
 
-    def _launch(self, name: str, tensors: list[Tensor]) -> None:
+    def _launch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = _tensors((args, kwargs))
+        if name == ADDRESSES:
+            table, *listed = tensors
+            first, count, _ = args[len(tensors) :]
+            known = self._tables.get(table.data_ptr(), []) if first else []
+            self._tables[table.data_ptr()] = known + listed[:count]
+            return
+        for table in list(tensors):
+            tensors += self._tables.get(table.data_ptr(), []) if table.dtype == torch.int64 else []
         distinct = {(_memory(t), t.data_ptr(), t.numel()): t for t in tensors}
         self.launched[name] += sum(touched(tensor) for tensor in distinct.values())
 
@@ -80,7 +93,7 @@ def touched(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _launches(seen: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+def _launches(seen: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
     try:
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
@@ -93,7 +106,7 @@ def _launches(seen: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
 
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             name = getattr(self, "__name__", None) or self.fn.__name__
-            seen(name, _tensors((args, kwargs)))
+            seen(name, args, kwargs)
             return stock(self, *args, **kwargs)
 
         return mock.patch.object(owner, "run", run)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import torch
 from benchmarks import attnres, kernels, mhc, parity
 from benchmarks.clock import Candidate, measure, saved_bytes
 from benchmarks.traffic import TrafficMeter, planes, touched
+from megatron_residuals.kernels import read_closed
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = {"tokens": 24, "hidden": 32, "dtype": torch.float32, "device": "cpu"}
@@ -38,6 +40,21 @@ def test_traffic_is_what_operations_read_and_write() -> None:
     assert meter.read["mul_"] == meter.written["mul_"] == tensor
     assert meter.read["copy_"] == meter.written["copy_"] == tensor
     assert "view" not in meter.read and "t" not in meter.read
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
+    reason="Triton's interpreter is for machines without a GPU",
+)
+def test_kernels_that_get_a_table_of_addresses_count_what_is_in_it() -> None:
+    sources = [torch.randn(8, 16) for _ in range(20)]  # more than one launch fills a table with
+    with TrafficMeter().running() as meter:
+        read_closed(sources, torch.randn(3, 16), eps=1e-6, backend="triton")
+    row, scalars = 8 * 16 * 4, 8 * 4
+    sizes = {"scores_kernel": 20 * row + 3 * 16 * 4 + (3 + 1) * 20 * scalars}
+    sizes["mix_kernel"] = (20 + 3) * row + (3 + 1) * 20 * scalars + 3 * scalars
+    tables = {"scores_kernel": 20 * 8, "mix_kernel": (20 + 3) * 8}
+    assert meter.launched == {name: size + tables[name] for name, size in sizes.items()}
 
 
 def test_a_broadcast_view_counts_what_lies_in_memory() -> None:
