@@ -4,7 +4,7 @@
 
 PyTorch operations are seen by a dispatch mode and counted by their tensors: arguments read once,
 results written once, views cost nothing. Triton kernels are counted where they are launched, by the
-tensors behind their pointers, each once: the traffic of a kernel that goes over its data once. For a
+tensors behind their pointers, each once: the traffic of a kernel that goes over its data once. Of a
 table of addresses the tensors in it count.
 """
 
