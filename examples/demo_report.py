@@ -5,8 +5,8 @@
     python examples/demo_report.py runs/demo --runs residual mhc block_attnres
 
 Losses and times are read from each run's TensorBoard files; bytes, parameters and depth attention
-from the summary its ranks wrote (``MEGATRON_RESIDUALS_SUMMARY_DIR``). What a run did not record is
-reported as n/a, never as zero.
+from what it recorded with ``--residual-log-interval``. What a run did not record is reported as
+n/a, never as zero. ``megatron-residuals report`` draws all that one run recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_residuals.diagnostics.summary import RunSummary, load
+from megatron_residuals.diagnostics.journal import Journal, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,11 +65,24 @@ class Run:
     validation: Curve = Curve()
     step_seconds: Curve = Curve()
     tokens_per_step: int | None = None
-    summary: RunSummary | None = None
+    journal: Journal | None = None
 
     @property
     def title(self) -> str:
         return TITLES.get(self.name, self.name)
+
+    @property
+    def depth_weights(self) -> list[list[float]]:
+        """Mean weight of every source in every read, NaN where there is none; or nothing."""
+        return (self.journal.last("attnres/weights") if self.journal else None) or []
+
+    @property
+    def bytes_sent_per_step(self) -> int | None:
+        """Over all hops, in the last recorded step; 0 without a pipeline."""
+        if self.journal is None:
+            return None
+        names = ("residual/bytes_forward", "residual/bytes_backward")
+        return sum(int(sum(self.journal.last(name) or ())) for name in names)
 
 
 @dataclass(frozen=True)
@@ -86,15 +99,15 @@ class Figures:
 
 
 def read_run(folder: Path) -> Run:
-    """Read ``FOLDER/tensorboard`` and the residual summaries in ``FOLDER``."""
+    """Read ``FOLDER/tensorboard`` and what the run recorded in ``FOLDER``."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     try:
-        summary = load(folder)
-    except FileNotFoundError:
-        summary = None
+        journal = read(folder)
+    except ValueError:
+        journal = None
     if not (folder / "tensorboard").is_dir():
-        return Run(folder.name, summary=summary)
+        return Run(folder.name, journal=journal)
     events = EventAccumulator(
         str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
     )
@@ -120,7 +133,7 @@ def read_run(folder: Path) -> Run:
         validation=curve("lm loss validation"),
         step_seconds=curve("iteration-time"),
         tokens_per_step=batch * length if batch and length else None,
-        summary=summary,
+        journal=journal,
     )
 
 
@@ -135,15 +148,15 @@ def tokens_per_second(run: Run) -> float | None:
 def figures(run: Run, baseline: Run) -> Figures:
     """The run's row, speed relative to the baseline's."""
     speed, reference = tokens_per_second(run), tokens_per_second(baseline)
-    summary = run.summary
+    header = run.journal.header if run.journal else {}
     return Figures(
         title=run.title,
-        config=summary.config if summary else None,
+        config=header.get("config"),
         final_validation_loss=run.validation.values[-1] if run.validation.values else None,
         tokens_per_second=speed,
         relative_tokens_per_second=speed / reference if speed and reference else None,
-        bytes_sent_per_step=summary.bytes_per_step if summary else None,
-        parameters_added=summary.parameters_added if summary else None,
+        bytes_sent_per_step=run.bytes_sent_per_step,
+        parameters_added=header.get("parameters_added"),
     )
 
 
@@ -233,12 +246,8 @@ def reader_name(reader: int, num_sublayers: int) -> str:
 
 def plot_depth_attention(axes: Axes, run: Run) -> None:
     """Mean weight of every source (column) in every sublayer's read (row)."""
-    assert run.summary is not None
-    weights = run.summary.depth_weights
-    columns = max(len(row) for row in weights.values())
-    grid = np.full((len(weights), columns), np.nan)
-    for i, row in enumerate(weights.values()):
-        grid[i, : len(row)] = row
+    grid = np.array(run.depth_weights)
+    columns = grid.shape[1]
     image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
     axes.figure.colorbar(image, ax=axes, label="mean attention weight")
     if columns <= 12:
@@ -251,7 +260,7 @@ def plot_depth_attention(axes: Axes, run: Run) -> None:
     axes.set_ylabel("reading sublayer")
     sources = ["embedding", *(f"block {i}" for i in range(1, columns))]
     axes.set_xticks(range(columns), sources, rotation=45, ha="right", rotation_mode="anchor")
-    names = [reader_name(reader, run.summary.num_sublayers) for reader in weights]
+    names = [reader_name(reader, len(grid) - 1) for reader in range(len(grid))]
     axes.set_yticks(range(len(names)), names)
 
 
@@ -262,7 +271,7 @@ def draw(runs: list[Run], baseline: Run, unigram_nats: float | None, path: Path)
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    readers = [run for run in runs if run.summary and run.summary.depth_weights]
+    readers = [run for run in runs if run.depth_weights]
     widths = [1.5] + [1.0] * len(readers)
     figure = plt.figure(figsize=(4.6 * sum(widths), 7), layout="constrained")
     grid = figure.add_gridspec(2, len(widths), width_ratios=widths, height_ratios=[2, 1])

@@ -83,8 +83,8 @@ train() {
   rm -rf "$folder"
   mkdir -p "$folder"
   : >"$folder/log.txt" # it is read before the background process has made it
-  RESIDUAL=$run RESIDUAL_OPTIONS=${OPTIONS[$run]:-} RUN_DIR=$folder WANDB_NAME=$run \
-    MEGATRON_RESIDUALS_SUMMARY_DIR=$folder \
+  RESIDUAL=$run RUN_DIR=$folder WANDB_NAME=$run MEGATRON_RESIDUALS_LOG_DIR=$folder \
+    RESIDUAL_OPTIONS="--residual-log-interval 10 ${OPTIONS[$run]:-}" \
     launch/pretrain.sh >"$folder/log.txt" 2>&1 &
   running=$!
   show_progress "$running" "$folder/log.txt" "$run"

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SUMMARY_VARIABLE = "MEGATRON_RESIDUALS_SUMMARY_DIR"
 SPECS, FROM_FLAGS = "megatron_residuals.specs", "from_flags"
 
 
@@ -104,11 +103,6 @@ def _prepare(script_argv: list[str]) -> None:
         return add_residual_arguments(stock(parser))
 
     arguments.add_megatron_arguments = add_megatron_arguments
-    folder = os.environ.get(SUMMARY_VARIABLE)
-    if folder:
-        from megatron_residuals.mcore.observe import RunObserver
-
-        RunObserver(Path(folder))
 
 
 def _is_first_rank() -> bool:

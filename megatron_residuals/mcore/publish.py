@@ -9,11 +9,15 @@ import logging
 import time
 from typing import Any
 
+import torch
+
 from megatron_residuals._version import __version__
+from megatron_residuals.config import ResidualConfig
 from megatron_residuals.diagnostics.heatmap import heatmaps
 from megatron_residuals.diagnostics.journal import FORMAT, JournalWriter
 from megatron_residuals.diagnostics.records import Record, scalars_of
 from megatron_residuals.diagnostics.sinks import Sink, TensorBoardSink, open_wandb, send
+from megatron_residuals.interchange.initial import initial_parameters
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import host_version
 from megatron_residuals.mcore.route import Route
@@ -106,8 +110,16 @@ def header_of(route: Route, config: Any) -> dict[str, Any]:
         "host_recompute": str(config.recompute_granularity or "none"),
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
+        "parameters_added": _added(residual, config),
         "pipeline": {"ranks": layout.num_ranks, "chunks": layout.num_chunks},
         "layers_per_stage": list(layout.layers),
         "plan": route.plan.grid(),
         "rows_per_micro_batch": route.plan.rows,
     }
+
+
+def _added(residual: ResidualConfig, config: Any) -> int:
+    """Elements of all parameters that the mechanism adds to the whole model."""
+    with torch.device("meta"):
+        parameters = initial_parameters(residual, config.num_layers, config.hidden_size)
+    return sum(parameter.numel() for parameter in parameters.values())

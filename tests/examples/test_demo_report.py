@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 
 from examples import demo_report
 from examples.demo_report import Curve, Run
-from megatron_residuals.diagnostics.summary import RunSummary
+from megatron_residuals.diagnostics.journal import JournalWriter, read
 
 SECONDS = [9.0, 8.0, 7.0, 6.0, 5.0, 0.5, 0.25, 0.5]  # five slow first steps, median of the rest 0.5
-WEIGHTS = {0: [1.0], 1: [0.75, 0.25], 2: [0.5, 0.3, 0.2]}
+NAN = float("nan")
+WEIGHTS = [[1.0, NAN, NAN], [0.75, 0.25, NAN], [0.5, 0.3, 0.2]]
 
 
 def write_events(folder: Path, *, seconds: list[float], losses: list[float]) -> None:
@@ -34,17 +35,20 @@ def write_events(folder: Path, *, seconds: list[float], losses: list[float]) -> 
         writer.add_scalar("lm loss validation", 2.25, len(losses))
 
 
-def write_summary(folder: Path, mechanism: str, **fields: object) -> None:
-    """The two parts that two ranks write."""
-    for rank in range(2):
-        part = RunSummary(
-            mechanism=mechanism,
-            config=f"{mechanism}()",
-            num_sublayers=2,
-            bytes_per_step=2**20,
-            **{name: value for name, value in fields.items() if rank == 0},
-        )
-        part.write(folder, rank)
+def write_journal(
+    folder: Path, mechanism: str, *, parameters: int = 0, weights: object = None
+) -> None:
+    """What a run of two sublayers records."""
+    journal = JournalWriter(folder)
+    settings = {"mechanism": mechanism}
+    header = {"config": f"{mechanism}()", "settings": settings, "num_layers": 1}
+    journal.write("start", {**header, "parameters_added": parameters})
+    sent = {"residual/bytes_forward": [2**19, 2**19], "residual/bytes_backward": [2**20]}
+    matrices = {} if weights is None else {"attnres/weights": weights}
+    for iteration in (1, 10):  # the last one counts
+        series = {name: [iteration * size / 10 for size in sizes] for name, sizes in sent.items()}
+        step = {"iteration": iteration, "losses": {}, "series": series, "matrices": matrices}
+        journal.write("step", step)
 
 
 @pytest.fixture
@@ -52,15 +56,10 @@ def runs(tmp_path: Path) -> Path:
     """A baseline, a run twice as slow that recorded everything, and one that recorded nothing."""
     losses = list(np.linspace(5, 3, 8))
     write_events(tmp_path / "residual", seconds=SECONDS, losses=losses)
-    write_summary(tmp_path / "residual", "residual")
+    write_journal(tmp_path / "residual", "residual")
     slower = [2 * value for value in SECONDS]
     write_events(tmp_path / "block_attnres", seconds=slower, losses=losses)
-    write_summary(
-        tmp_path / "block_attnres",
-        "block_attnres",
-        parameters={"layers.0.query": 96, "layers.0.key_gain": 96},
-        depth_weights=WEIGHTS,
-    )
+    write_journal(tmp_path / "block_attnres", "block_attnres", parameters=192, weights=WEIGHTS)
     (tmp_path / "mhc").mkdir()
     return tmp_path
 
@@ -169,15 +168,13 @@ def test_every_run_has_one_legend_entry_and_a_colour_of_its_own() -> None:
     assert len({line.get_color() for line in curves}) == len(runs)
 
 
-def test_the_heatmap_leaves_sources_that_do_not_exist_yet_empty() -> None:
-    summary = RunSummary("block_attnres", "block_attnres()", 2, depth_weights=WEIGHTS)
+def test_the_heatmap_leaves_sources_that_do_not_exist_yet_empty(runs: Path) -> None:
     axes = Figure().subplots()
-    demo_report.plot_depth_attention(axes, Run("block_attnres", summary=summary))
+    journal = read(runs / "block_attnres")
+    demo_report.plot_depth_attention(axes, Run("block_attnres", journal=journal))
     (image,) = axes.get_images()
     grid = np.ma.filled(image.get_array(), np.nan)
-    np.testing.assert_array_equal(
-        grid, [[1.0, np.nan, np.nan], [0.75, 0.25, np.nan], [0.5, 0.3, 0.2]]
-    )
+    np.testing.assert_array_equal(grid, WEIGHTS)
     assert [t.get_text() for t in axes.get_yticklabels()] == ["1 attention", "1 MLP", "output"]
     assert [t.get_text() for t in axes.get_xticklabels()] == ["embedding", "block 1", "block 2"]
 

@@ -229,9 +229,9 @@ def test_two_cpu_ranks_train_block_attnres_through_torchrun(tmp_path: Path) -> N
         DATA_CACHE_PATH=str(tmp_path / "cache"),
         VOCAB_SIZE="257",
         RESIDUAL="block_attnres",
-        RESIDUAL_OPTIONS="--residual-block-layers 1",
+        RESIDUAL_OPTIONS="--residual-block-layers 1 --residual-log-interval 2",
         RUN_DIR=str(run_dir),
-        MEGATRON_RESIDUALS_SUMMARY_DIR=str(run_dir),
+        MEGATRON_RESIDUALS_LOG_DIR=str(run_dir),
         WANDB_PROJECT="test",
         WANDB_MODE="offline",
         WANDB_SILENT="true",
@@ -250,6 +250,6 @@ def test_two_cpu_ranks_train_block_attnres_through_torchrun(tmp_path: Path) -> N
     assert run.train.values[::2] == pytest.approx((first, third), rel=1e-5)
     assert run.tokens_per_step == 4 * 64
     assert len(run.validation.values) == 1
-    assert run.summary is not None and run.summary.mechanism == "block_attnres"
-    assert run.summary.bytes_per_step > 0
-    assert sorted(run.summary.depth_weights) == list(range(9))  # 8 sublayers and the output
+    assert run.journal is not None and run.journal.mechanism == "block_attnres"
+    assert run.bytes_sent_per_step is not None and run.bytes_sent_per_step > 0
+    assert len(run.depth_weights) == 9  # 8 sublayers and the output

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_residuals.diagnostics.depth_weights import DepthWeightRecorder
+from megatron_residuals.functional import depth_weights
 from megatron_residuals.modules import depth_attention
 from megatron_residuals.testing import assert_close, run_ranks
 from megatron_residuals.testing.residual_toy import spec_for
@@ -101,21 +101,31 @@ def test_the_finished_sources_are_read_once_for_each_part_of_a_block_in_a_stage(
     assert second["auto"].passes == [2, 5] * 2
 
 
-def test_evaluation_reads_in_two_phases_and_weights_can_be_recorded() -> None:
+def test_evaluation_reads_in_two_phases_and_states_still_say_what_is_read() -> None:
     def weights(choice: str) -> tuple[float, dict[int, list[float]]]:
+        means: dict[int, list[float]] = {}
+
+        def watch(module: Any, reader: int) -> None:
+            def record(query: Any, inputs: tuple[Any, ...], _: Any) -> None:
+                if inputs[0] is not None:  # a call without a state asks for parameters
+                    gains = (query.query, query.key_gain)
+                    found = depth_weights(inputs[0].readable, *gains, eps=query.eps)
+                    means[reader] = found.flatten(1).mean(1).tolist()
+
+            module.register_forward_hook(record)
+
         setup_parallel(TOY)
         (chunk,) = build_chunks(TOY, spec(choice))
         chunk.eval()
-        recorder = DepthWeightRecorder()
         for layer in chunk.decoder.layers:
             first = 2 * (layer.layer_number - 1)
-            recorder.watch(layer.self_attention_residual, first)
-            recorder.watch(layer.mlp_residual, first + 1)
+            watch(layer.self_attention_residual, first)
+            watch(layer.mlp_residual, first + 1)
         batch = next(micro_batches(TOY))
         with counted() as passes, torch.no_grad():
             loss = chunk(batch["tokens"], batch["positions"], batch["mask"]).square().sum()
         assert passes == ([] if choice == "off" else [5, 5])
-        return loss.item(), recorder.means()
+        return loss.item(), means
 
     ((loss, means),) = run_ranks(1, weights, "off")
     ((other, found),) = run_ranks(1, weights, "auto")
