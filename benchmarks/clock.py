@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 Forward = Callable[[], Sequence[Tensor]]
 
@@ -36,7 +38,7 @@ class Measured(NamedTuple):
     forward_ms: float
     backward_ms: float
     saved_mib: float
-    peak_mib: float | None
+    peak_mib: float
 
     @property
     def total_ms(self) -> float:
@@ -60,7 +62,7 @@ def measure(
             statistics.median(forward for forward, _ in taken),
             statistics.median(backward for _, backward in taken),
             saved_bytes(candidates[name]) / 2**20,
-            peak_bytes(candidates[name]),
+            peak_bytes(candidates[name]) / 2**20,
         )
         for name, taken in times.items()
     }
@@ -114,16 +116,25 @@ def saved_bytes(candidate: Candidate) -> int:
     return sum(found.values())
 
 
-def peak_bytes(candidate: Candidate) -> float | None:
-    """MiB a step takes at its highest above what is there anyway; None where nobody counts."""
+def peak_bytes(candidate: Candidate) -> int:
+    """Bytes that a step takes at its highest above what is there anyway."""
     if not candidate.leaves[0].is_cuda:
-        return None
+        return _peak_on_cpu(candidate)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     one_step(candidate)
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_on_cpu(candidate: Candidate) -> int:
+    """From the profiler's record of every allocation, those of compiled graphs included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        one_step(candidate)
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((change for _, change in changes), initial=0))
 
 
 def copy_bandwidth(num_bytes: int = 2**32) -> float:

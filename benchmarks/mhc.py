@@ -4,7 +4,8 @@
 
 A chain, because the write of one sublayer and the read of the next are one pass in ours. Peers that
 compute the same function (DeepSeek-V4's convention) are compared with it; those that compute a
-relative of it (hyper-connections) are there for their cost only.
+relative of it (hyper-connections; Megatron's own, which no release has yet) are there for their
+cost only.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def candidates(
         found["liger"] = candidate(lambda: _chain(layers, entering, _liger()))
     if find_spec("hyper_connections"):
         found |= _hyper_connections(entering, cotangent)
+    if find_spec("megatron.core.transformer.hyper_connection"):
+        found |= _megatron(entering, cotangent)
     return found
 
 
@@ -151,3 +154,36 @@ def _hyper_connections(entering: Tensor, cotangent: Tensor) -> dict[str, Candida
 
     cotangents = [cotangent.transpose(0, 1).contiguous()]
     return {"hyper-connections": Candidate(forward, [flat, *weights], cotangents)}
+
+
+def _megatron(entering: Tensor, cotangent: Tensor) -> dict[str, Candidate]:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.hyper_connection import HyperConnectionModule
+
+    tokens, streams, hidden = entering.shape
+    config = TransformerConfig(
+        num_layers=CHAIN,
+        hidden_size=hidden,
+        num_attention_heads=1,
+        enable_mhc_connections=True,
+        mhc_num_residual_streams=streams,
+        mhc_sinkhorn_iterations=ITERATIONS,
+        hidden_dropout=0.0,
+    )
+    chain = [
+        HyperConnectionModule(config, index).to(entering.device).to(entering.dtype)
+        for index in range(CHAIN)
+    ]
+    flat = entering.detach().view(tokens, 1, streams * hidden).requires_grad_()
+    weights = [p for module in chain for p in module.parameters()]
+
+    def forward() -> Sequence[Tensor]:
+        residuals = flat
+        for module in chain:
+            x, h_res, h_post = module(residuals)
+            residuals = module.fused_h_res_h_post_bda(
+                h_res, residuals, h_post, (x, None), 0.0, True, False
+            )
+        return [residuals]
+
+    return {"megatron native": Candidate(forward, [flat, *weights], [cotangent.view_as(flat)])}

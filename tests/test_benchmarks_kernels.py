@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attnres, kernels, mhc, parity
-from benchmarks.clock import Candidate, measure, saved_bytes
+from benchmarks import attnres, figures, kernels, mhc, parity
+from benchmarks.clock import Candidate, measure, peak_bytes, saved_bytes
 from benchmarks.traffic import TrafficMeter, planes, touched
 from megatron_residuals.kernels import read_closed
 
@@ -73,6 +73,8 @@ def test_saved_bytes_leave_out_leaves_and_count_shared_storage_once() -> None:
 
     candidate = Candidate(forward, [leaf], [torch.randn(8, 16)])
     assert saved_bytes(candidate) == 8 * 16 * 4
+    # hidden and the output; in backward hidden, and two products of it with the cotangent or more
+    assert 3 * 8 * 16 * 4 <= peak_bytes(candidate) <= 8 * 8 * 16 * 4
     assert measure({"one": candidate}, rounds=1, warm_up=0)["one"].total_ms > 0
 
 
@@ -86,7 +88,8 @@ def test_saved_bytes_leave_out_leaves_and_count_shared_storage_once() -> None:
 )
 def test_candidates_that_claim_to_compute_the_same_do(found) -> None:  # type: ignore[no-untyped-def]
     candidates = {name: one for name, one in found().items() if not compiled(name)}
-    candidates.pop("hyper-connections", None)
+    for relative in ("hyper-connections", "megatron native"):
+        candidates.pop(relative, None)
     assert {"ours torch", "naive eager"} <= set(candidates)
     expected = parity.run(candidates["naive eager"])
     for name, candidate in candidates.items():
@@ -107,7 +110,10 @@ def test_the_table_has_times_and_planes_and_the_record_is_json(
         rows = json.loads(file.read_text())["float32"]
         assert rows["ours torch"]["forward_planes"] > 0 < rows["ours torch"]["backward_planes"]
         assert rows["ours torch"]["saved_planes"] < rows["naive eager"]["saved_planes"]
+        assert rows["ours torch"]["peak_planes"] < rows["naive eager"]["peak_planes"]
         assert f"{mechanism}, float32, per sublayer" in capsys.readouterr().out
+        assert figures.main([str(file), str(picture := tmp_path / f"{mechanism}.png")]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_parity_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
