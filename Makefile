@@ -39,15 +39,15 @@ help:
 setup:
 	@PYTHON='$(PYTHON)' .ci/setup main
 
-dev: setup
-	@PYTHON='$(PYTHON)' .ci/setup hosts $(HOSTS)
+dev:
+	@PYTHON='$(PYTHON)' .ci/setup all $(HOSTS)
 	@echo 'ready: source .venv/bin/activate'
 
 demo: setup
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" QUICK='$(QUICK)' launch/demo.sh
 
-test: setup
-	@PYTHON='$(PYTHON)' .ci/setup hosts $(HOSTS)
+test:
+	@PYTHON='$(PYTHON)' .ci/setup all $(HOSTS)
 	@$(venv_python) .ci/run_tests.py --workers $(WORKERS) --hosts $(HOSTS) -- $(PYTEST_ARGS)
 
 bench: setup
