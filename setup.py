@@ -22,7 +22,11 @@ def read_version() -> str:
 
 
 INTERCHANGE = ["safetensors>=0.4"]
-PARITY = ["fla-core>=0.6; platform_system == 'Linux'", "transformers>=5.9"]
+PARITY = [
+    "fla-core>=0.6; platform_system == 'Linux'",
+    "liger-kernel>=0.8.5; platform_system == 'Linux'",
+    "transformers>=5.9",
+]
 WANDB = ["wandb>=0.16"]
 TRITON = ["triton>=3.5; platform_system == 'Linux'"]
 # The bare `transformer-engine` has no core and raises on import: only ask for it with [pytorch].

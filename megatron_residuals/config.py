@@ -21,7 +21,8 @@ CONTRACTIONS = ("auto", "mean", "sum", "learned")
 INITIALISATIONS = ("a6", "symmetric")
 HC_NORMS = ("layernorm", "rmsnorm")
 TRANSPORTS = ("full", "delta")
-KERNELS = ("auto", "torch", "triton", "fla")
+LIBRARIES = ("fla", "liger")  # they read AttnRes sources for one sublayer at a time
+KERNELS = ("auto", "torch", "triton", *LIBRARIES)
 TWO_PHASE = ("auto", "on", "off")
 RECOMPUTE = {  # policy: the mechanisms it is defined for
     "none": MECHANISMS,
@@ -133,7 +134,8 @@ class ResidualConfig:
     )
     kernels: str = _option(  # type: ignore[assignment]
         "auto",
-        "what computes the mechanism: torch, triton, fla (AttnRes reads by flash-linear-attention) "
+        "what computes the mechanism: torch, triton, fla (single AttnRes reads by "
+        "flash-linear-attention), liger (the same by liger-kernel, and mHC of the convention dsv4) "
         "or auto (triton for 16- and 32-bit tensors on a GPU where it is installed, else torch)",
         choices=KERNELS,
     )
@@ -209,6 +211,11 @@ class ResidualConfig:
             if not isinstance(getattr(self, name), bool):
                 faults.append(f"{name} is {getattr(self, name)!r}; give True or False")
         faults.extend(self._recompute_faults())
+        if self.two_phase == "on" and self.kernels in LIBRARIES:
+            faults.append(
+                f"two_phase is 'on', but kernels={self.kernels!r} reads for one sublayer at a "
+                "time; leave two_phase out, or use kernels='auto'"
+            )
         if self.block_layers is not None and self.block_sublayers is not None:
             faults.append(
                 f"block_layers={self.block_layers} and block_sublayers={self.block_sublayers} are "
@@ -251,6 +258,11 @@ class ResidualConfig:
     def is_sources(self) -> bool:
         """Whether the state is a list of depth sources (Full and Block AttnRes)."""
         return self.mechanism in SOURCE_MECHANISMS
+
+    @property
+    def resolved_two_phase(self) -> str:
+        """``two_phase``; ``off`` where a library reads, one sublayer at a time."""
+        return "off" if self.kernels in LIBRARIES else self.two_phase
 
     @property
     def resolved_contraction(self) -> str:

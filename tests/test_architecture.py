@@ -48,7 +48,7 @@ FLOORS = {
     "pipeline.source_cache": floor(4, "torch"),
     "planner": floor(1),
     "functional": floor(1, "torch"),
-    "kernels": floor(2, "torch triton", "fla"),
+    "kernels": floor(2, "torch triton", "fla liger_kernel"),
     "modules": floor(3, "torch"),
     "recompute": floor(1),
     "recompute.steps": floor(3, "torch"),

@@ -32,7 +32,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "attnres_eps": positive,
     "transport": st.sampled_from(["full", "delta"]),
     "recompute": st.sampled_from([*RECOMPUTE, "group:3", "group:auto"]),
-    "kernels": st.sampled_from(["auto", "torch", "triton", "fla"]),
+    "kernels": st.sampled_from(["auto", "torch", "triton", "fla", "liger"]),
     "two_phase": st.sampled_from(["auto", "on", "off"]),
     "check_messages": st.booleans(),
     "log_interval": st.integers(0, 10**6),
@@ -51,6 +51,8 @@ def configs(draw: st.DrawFn) -> ResidualConfig:
     options = {name: draw(VALUES[name]) for name in chosen}
     if options.get("block_layers") is not None:
         options.pop("block_sublayers", None)
+    if options.get("two_phase") == "on" and options.get("kernels") in ("fla", "liger"):
+        del options["kernels"]
     policy = str(options.get("recompute", "none")).partition(":")[0]
     if mechanism not in RECOMPUTE[policy]:
         del options["recompute"]
@@ -212,6 +214,14 @@ def test_a_group_length_is_given_or_left_to_the_stage() -> None:
     assert ResidualConfig("mhc", recompute="group:3").group_length == 3
     assert ResidualConfig("mhc", recompute="group").group_length is None
     assert ResidualConfig("hc", recompute="group:auto").group_length is None
+
+
+@pytest.mark.parametrize("kernels", ["fla", "liger"])
+def test_a_library_reads_in_one_phase(kernels: str) -> None:
+    assert ResidualConfig("block_attnres", kernels=kernels).resolved_two_phase == "off"
+    assert ResidualConfig("block_attnres", kernels="triton").resolved_two_phase == "auto"
+    with pytest.raises(ValueError, match=f"two_phase is 'on', but kernels='{kernels}' reads for"):
+        ResidualConfig("block_attnres", kernels=kernels, two_phase="on")
 
 
 OTHER = {

@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_residuals.functional import depth_attention as reference
 from megatron_residuals.functional.depth_attention import ClosedRead
 from megatron_residuals.functional.precision import wide, without_autocast
-from megatron_residuals.kernels import depth_chunks, fla_reads
+from megatron_residuals.kernels import depth_chunks, fla_reads, liger_reads
 from megatron_residuals.kernels.dispatch import resolve
+from megatron_residuals.kernels.external import LIBRARIES, outside_graphs
 from megatron_residuals.kernels.gradient_buffer import GradientBuffer
 
 Buffers = Sequence[GradientBuffer | None]
@@ -33,12 +34,13 @@ def read_sources(
     """``functional.read_sources``, with lean autograd.
 
     ``buffers`` may give, for the first sources, where their gradients are to be added in float32
-    instead of going through autograd; ``backend`` is ``auto``, ``torch``, ``triton`` or ``fla``
-    (which sums them through autograd, and computes single reads only).
+    instead of going through autograd; ``backend`` is ``auto``, ``torch``, ``triton``, or ``fla`` or
+    ``liger`` (which sum them through autograd, and compute single reads only).
     """
-    if backend == "fla":
-        return fla_reads.read_sources(sources, query, key_gain, eps=eps)
-    functions = _functions(backend, sources[0], "read of depth sources")
+    if backend in LIBRARIES:
+        by = fla_reads.read_sources if backend == "fla" else liger_reads.read_sources
+        return outside_graphs(by)(sources, query, key_gain, eps=eps)
+    functions = _functions(backend, sources[0], "read of depth sources", tuple(LIBRARIES))
     if torch.compiler.is_compiling():
         if functions is depth_chunks:
             return reference.read_sources(sources, query, key_gain, eps=eps)
@@ -103,10 +105,11 @@ def merge_running(
     return (found, partial) if output is None else found
 
 
-def _functions(backend: str, tensor: Tensor, what: str) -> ModuleType:
+def _functions(
+    backend: str, tensor: Tensor, what: str, libraries: tuple[str, ...] = ()
+) -> ModuleType:
     """The module that computes, without autograd and on flat tensors."""
-    choice = "auto" if backend == "fla" else backend
-    if resolve(choice, tensor, what=what) == "torch":
+    if resolve(backend, tensor, what=what, libraries=libraries) == "torch":
         return depth_chunks
     from megatron_residuals.kernels.triton import attnres_launches
 

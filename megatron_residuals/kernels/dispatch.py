@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation computes a mechanism: the one place where that is decided.
 
-A choice is ``auto``, ``torch``, ``triton`` or the name of an external library. ``auto`` may fall
-back; an explicit choice that cannot be met raises. Nothing here imports Triton before it is wanted.
+A choice is ``auto``, ``torch``, ``triton`` or the name of an external library, which does not come
+this way (``external``). ``auto`` may fall back; an explicit choice that cannot be met raises.
+Nothing here imports Triton before it is wanted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve(
-    choice: str, tensor: Tensor, *, what: str = "this kernel", supported: bool = True
+    choice: str,
+    tensor: Tensor,
+    *,
+    what: str = "this kernel",
+    supported: bool = True,
+    libraries: tuple[str, ...] = (),
 ) -> Backend:
     """The implementation for an activation tensor.
 
@@ -33,13 +39,14 @@ def resolve(
             plain PyTorch otherwise.
         what: the operation, for messages.
         supported: whether a Triton kernel exists for its shape at all.
+        libraries: those that have this operation as well, for messages.
 
     Raises:
         ValueError: the choice is none of auto, torch, triton; or triton does not have this
             operation for the tensor's dtype or shape.
         RuntimeError: triton was asked for and cannot run here.
     """
-    if check_choice(choice, what) == "torch":
+    if check_choice(choice, what, libraries) == "torch":
         return "torch"
     usable = supported and tensor.dtype in TRITON_DTYPES
     if choice == "auto":
@@ -64,25 +71,32 @@ def resolve(
     return "triton"
 
 
-def check_choice(choice: str, what: str = "streams") -> str:
-    """The choice.
+def check_choice(choice: str, what: str, libraries: tuple[str, ...] = ()) -> str:
+    """The choice; ``libraries`` are those that have this as well.
 
     Raises:
-        ValueError: it is none of auto, torch, triton.
+        ValueError: it is none of auto, torch, triton, and of the libraries.
     """
-    if choice not in CHOICES:
-        raise ValueError(f"kernels is {choice!r} for {what}; allowed: {', '.join(CHOICES)}")
+    allowed = (*CHOICES, *libraries)
+    if choice not in allowed:
+        raise ValueError(f"kernels is {choice!r} for {what}; allowed: {', '.join(allowed)}")
     return choice
 
 
+@torch.compiler.assume_constant_result
 def interpreting() -> bool:
     """Whether Triton kernels are interpreted, so that they also run on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def triton_fault() -> str | None:
     """Why Triton cannot be imported; None if it can."""
+    return _triton_fault()
+
+
+@functools.cache
+def _triton_fault() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     try:

@@ -83,8 +83,11 @@ class _Deposit(torch.autograd.Function):
 
 
 def buffered(source: Tensor) -> tuple[Tensor, GradientBuffer | None]:
-    """The source with a buffer for its readers; itself and None where it gets no gradient."""
-    if not (source.requires_grad and torch.is_grad_enabled()):
+    """The source with a buffer for its readers; itself and None where it gets no gradient.
+
+    Nor is there one in what a compiler traces, where sums are the graph's own.
+    """
+    if torch.compiler.is_compiling() or not (source.requires_grad and torch.is_grad_enabled()):
         return source, None
     buffer = GradientBuffer()
     return _Collect.apply(source, buffer), buffer

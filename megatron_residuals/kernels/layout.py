@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +15,13 @@ from megatron_residuals.kernels.planes import Update
 
 def implementation(backend: Backend) -> Any:
     """The module ``torch_streams``, or its Triton twin."""
-    name = "torch_streams" if backend == "torch" else "triton.streams"
-    return importlib.import_module(f"megatron_residuals.kernels.{name}")
+    if backend == "torch":
+        from megatron_residuals.kernels import torch_streams
+
+        return torch_streams
+    from megatron_residuals.kernels.triton import streams as triton_streams
+
+    return triton_streams
 
 
 def rows(tensor: Tensor, ndim: int) -> Tensor:

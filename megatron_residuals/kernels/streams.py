@@ -13,7 +13,9 @@ from torch import Tensor
 from megatron_residuals.functional import streams as reference
 from megatron_residuals.functional.precision import wide_dtype, without_autocast
 from megatron_residuals.functional.streams import StreamCoefficients
+from megatron_residuals.kernels import liger_streams
 from megatron_residuals.kernels.dispatch import Backend, resolve
+from megatron_residuals.kernels.external import outside_graphs
 from megatron_residuals.kernels.layout import (
     flat_update,
     implementation,
@@ -31,7 +33,10 @@ def read_streams(streams: Tensor, h_pre: Tensor, *, backend: str = "auto") -> Te
         ValueError: unknown backend, or one that does not take the dtype.
         RuntimeError: the backend was asked for and cannot run.
     """
-    x: Tensor = _ReadStreams.apply(resolve(backend, streams, what="read_streams"), streams, h_pre)
+    if backend == "liger":
+        return outside_graphs(liger_streams.read_streams)(streams, h_pre)
+    chosen = resolve(backend, streams, what="read_streams", libraries=("liger",))
+    x: Tensor = _ReadStreams.apply(chosen, streams, h_pre)
     return x
 
 
@@ -39,7 +44,9 @@ def write_streams(
     streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor, *, backend: str = "auto"
 ) -> Tensor:
     """``functional.write_streams``; keeps references to its inputs. Raises as ``read_streams``."""
-    chosen = resolve(backend, streams, what="write_streams")
+    if backend == "liger":
+        return outside_graphs(liger_streams.write_streams)(streams, h_post, h_res, output)
+    chosen = resolve(backend, streams, what="write_streams", libraries=("liger",))
     written: Tensor = _WriteStreams.apply(chosen, streams, h_post, h_res, output)
     return written
 

@@ -110,7 +110,7 @@ class StageRunner:
 
     def _in_two_phases(self, part: range) -> bool:
         assert self._depth is not None, "only for depth sources"
-        return reads_in_two_phases(self._residual.two_phase, self._depth, part.start)
+        return reads_in_two_phases(self._residual.resolved_two_phase, self._depth, part.start)
 
     def _reader(self, sublayer: int) -> DepthAttention:
         layer = self._layers[sublayer // SUBLAYERS - self._sublayers.start // SUBLAYERS]

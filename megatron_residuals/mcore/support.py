@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.kernels import external, liger_streams
+from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import norms_can_be_discarded, prediction_can_be_recomputed
 
 OFF = (None, False, 0, "none", [], ())
@@ -69,6 +71,11 @@ REFUSALS = (
     Refusal("wide_residual", "the host's own wide residual is on; use one of the two"),
 )
 
+# What the training loop alone knows. A mechanism's float32 parameters lie beside 16-bit ones, and
+# some are read ahead of their layer: sharded by layer, the first step fails.
+_FSDP = "parameters of a mechanism cannot be sharded by layer; use --use-distributed-optimizer"
+TRAINING_REFUSALS = (Refusal("use_torch_fsdp2", _FSDP), Refusal("use_megatron_fsdp", _FSDP))
+
 
 def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfig) -> None:
     """Refuse a model that would run wrong.
@@ -82,10 +89,12 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
         ValueError: listing every refused option with its value and what to do.
     """
     faults = [
-        f"{option} = {getattr(config, option)!r}: {advice}"
-        for option, advice in REFUSALS
-        if getattr(config, option, None) not in OFF
+        f"{option} = {getattr(holder, option)!r}: {advice}"
+        for holder, refusals in ((config, REFUSALS), (global_args(), TRAINING_REFUSALS))
+        for option, advice in refusals
+        if getattr(holder, option, None) not in OFF
     ]
+    faults.extend(_kernel_faults(config, residual))
     faults.extend(_recompute_faults(config, residual))
     faults.extend(_quantized_norm_faults(config, layer_specs, residual))
     faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
@@ -94,6 +103,17 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
             "this model cannot run with a replaced residual connection:\n"
             + "\n".join(f"  - {fault}" for fault in faults)
         )
+
+
+def _kernel_faults(config: Any, residual: ResidualConfig) -> list[str]:
+    """What is known of external libraries before they are tried."""
+    kernels = residual.kernels
+    if kernels not in external.LIBRARIES or residual.mechanism == "residual":
+        return []
+    faults = [external.fault(kernels, config.params_dtype)]
+    if kernels == "liger" and residual.mechanism == "mhc":
+        faults.append(liger_streams.fault(residual.streams, residual.mhc_convention))
+    return [f"--residual-kernels {kernels}: {fault}" for fault in faults if fault]
 
 
 def _recompute_faults(config: Any, residual: ResidualConfig) -> list[str]:

@@ -44,13 +44,18 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
 
     ``kernels`` says what computes it, as ``ResidualConfig.kernels``.
 
+    Attributes:
+        libraries: the external ones that have kernels for it.
+
     Raises:
-        ValueError: ``kernels`` names something that has no kernels for streams.
+        ValueError: ``kernels`` names something that has no kernels for it.
     """
+
+    libraries: tuple[str, ...] = ()
 
     def __init__(self, kernels: str = "auto") -> None:
         super().__init__()
-        self.kernels = check_choice(kernels)
+        self.kernels = check_choice(kernels, f"a {type(self).__name__}", self.libraries)
 
     @abstractmethod
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
@@ -138,6 +143,8 @@ class ManifoldHyperConnection(StreamResidual):
     Parameters (float32): mapping_weight [2n + n^2, n d] and bias [2n + n^2], ordered pre, post, res
     row-major; alpha_pre, alpha_post, alpha_res [1].
     """
+
+    libraries = ("liger",)
 
     def __init__(
         self,

@@ -248,7 +248,7 @@ class StageStorages:
         return Storage(f"scores:{i}", numbers * self.sizes.tokens * self.sizes.wide_bytes, RESIDUAL)
 
     def _in_two_phases(self, i: int) -> bool:
-        return reads_in_two_phases(self.residual.two_phase, self._depth, i)
+        return reads_in_two_phases(self.residual.resolved_two_phase, self._depth, i)
 
     def _merges(self, i: int) -> bool:
         """Whether sublayer i merges its share of the finished sources with the running sum."""

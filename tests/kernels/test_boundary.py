@@ -198,17 +198,6 @@ def test_any_finite_logits_give_finite_values_and_gradients(convention: str, siz
     assert max(errors(list(values), list(expected))) <= max(bound, 1e-5)
 
 
-def test_a_compiler_gets_the_plain_formulas_whole() -> None:
-    case = FEW[0]
-    tensors = case.tensors(torch.float64)
-
-    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
-        return tuple(case.run(*leaves))
-
-    compiled = torch.compile(function, fullgraph=True, backend="eager")
-    assert max(errors(list(compiled(*tensors)), list(case.run(*tensors)))) <= 1e-13
-
-
 def test_an_unknown_convention_or_backend_is_refused() -> None:
     tensors = FEW[0].tensors(torch.float32)
     with pytest.raises(ValueError, match="allowed: paper, dsv4"):

@@ -4,18 +4,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_residuals import functional, kernels
-from megatron_residuals.kernels import fla_reads
 from tests.functional.loops import random_tensors
 from tests.kernels.attnres_block import Block, gradients
+from tests.kernels.stand_ins import provide, take_away
 
 calls: list[int] = []
 
@@ -32,18 +30,13 @@ def wrong(query: Tensor, values: Sequence[Tensor], gain: Tensor, *, rms_eps: flo
     return stand_in(query, values, 1.1 * gain, rms_eps=rms_eps)
 
 
-def provide(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
-    module = ModuleType("fla.ops.attnres")
-    module.fused_attnres = function  # type: ignore[attr-defined]
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "fla.ops.attnres", module)
-    fla_reads._check.cache_clear()
+def install(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
+    provide(monkeypatch, "fla.ops.attnres", fused_attnres=function)
     calls.clear()
 
 
-def test_single_reads_go_through_fla_and_two_phases_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    provide(monkeypatch, stand_in)
+def test_single_reads_go_through_fla_and_two_phases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, stand_in)
     block = Block.random(3, 2, torch.float32, 4, 2)
     expected, actual = block.one_phase(), block.one_phase(kernels, backend="fla")
     assert calls[-2:] == [4, 4]
@@ -51,9 +44,8 @@ def test_single_reads_go_through_fla_and_two_phases_do_not(monkeypatch: pytest.M
     found = [gradients(each, block.leaves) for each in (actual, expected)]
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    calls.clear()
-    block.two_phase(backend="fla")
-    assert calls == []
+    with pytest.raises(ValueError, match="first phase of a read; allowed: auto, torch, triton"):
+        block.two_phase(backend="fla")
 
 
 def read(dtype: torch.dtype) -> Tensor:
@@ -63,7 +55,7 @@ def read(dtype: torch.dtype) -> Tensor:
 
 
 def test_an_installation_with_another_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    provide(monkeypatch, wrong)
+    install(monkeypatch, wrong)
     with pytest.raises(RuntimeError, match="differs from the reference by"):
         read(torch.float32)
 
@@ -71,10 +63,9 @@ def test_an_installation_with_another_result_is_refused(monkeypatch: pytest.Monk
 def test_a_missing_installation_and_an_unknown_dtype_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    provide(monkeypatch, stand_in)
+    install(monkeypatch, stand_in)
     with pytest.raises(ValueError, match="not torch.float64"):
         read(torch.float64)
-    monkeypatch.setitem(sys.modules, "fla.ops.attnres", None)
-    fla_reads._check.cache_clear()
-    with pytest.raises(RuntimeError, match="fla.ops.attnres cannot be used"):
+    take_away(monkeypatch, "fla.ops.attnres")
+    with pytest.raises(RuntimeError, match="fla.ops.attnres.fused_attnres cannot be used"):
         read(torch.float32)

@@ -172,38 +172,10 @@ def test_a_table_holds_the_address_of_every_tensor_and_zero_for_none(count: int)
     assert table.tolist() == [0 if each is None else each.data_ptr() for each in tensors]
 
 
-def operator_block(*leaves: Tensor) -> tuple[Tensor, ...]:
-    """Two readers in two phases and one in one, of leaves, with the kernels' public functions."""
-    first, second, directions, partial, output = leaves
-    sources = [first, second]
-    reads = kernels.read_closed(sources, directions, eps=EPS, backend="triton")
-    x, total = kernels.merge_running(*reads[0], partial, eps=EPS, backend="triton")
-    other, total = kernels.merge_running(*reads[1], total, output, eps=EPS, backend="triton")
-    gain = torch.ones_like(directions[0])
-    last = kernels.read_sources([*sources, total], directions[0], gain, eps=EPS, backend="triton")
-    return x, other, total, last
-
-
 def leaves_of(*shape: int) -> list[Tensor]:
     draw = random_tensors(4)
     sizes = [shape, shape, (2, shape[-1]), shape, shape]
     return [draw(*each).float().requires_grad_() for each in sizes]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_holds_all_reads_and_has_the_same_values_and_gradients(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()  # a compiler would look into the poison and the spies
-    leaves = leaves_of(3, 2, 24)
-    torch._dynamo.reset()
-    compiled = torch.compile(operator_block, fullgraph=True, backend=backend)
-    expected, actual = operator_block(*leaves), compiled(*leaves)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(mine, theirs)
-    found = [gradients(list(each), leaves) for each in (actual, expected)]
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

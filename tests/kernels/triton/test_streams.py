@@ -93,22 +93,6 @@ def test_the_operators_keep_their_promises_to_compilers(n: int, updates: bool) -
     torch.library.opcheck(operators.streams_write_backward, (streams, *write), test_utils=check)
 
 
-@pytest.mark.usefixtures("spy")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiler_takes_a_boundary_whole_with_its_backward(backend: str) -> None:
-    case = BoundaryCase(4, 20, (6,))
-    tensors = [tensor.to(DEVICE) for tensor in case.tensors(torch.float32)]
-
-    def function(*leaves: Tensor) -> Any:
-        return case.run(*leaves, backend="triton")
-
-    expected = case.gradients(function, tensors, torch.float32)
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    found = case.gradients(compiled, tensors, torch.float32)
-    for mine, theirs in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_a_choice_that_cannot_be_met_is_refused() -> None:
     streams, _, h_post, *_ = BoundaryCase(4, 20, (6,)).tensors(torch.float64)
     with pytest.raises(ValueError, match=r"no read_streams for torch.float64"):
