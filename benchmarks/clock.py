@@ -1,6 +1,9 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Times and memory of one training step of a callable, candidates in turns, on CPU or CUDA."""
+"""Times and memory of one training step of a callable, candidates in turns, on CPU or CUDA.
+
+On a CPU with one thread, time is that which the process got: who else wanted the core is not in it.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ class Mark:
         self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
         if self._event is not None:
             self._event.record()
-        self._time = time.perf_counter()
+        self._time = time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def until(self, later: Mark) -> float:
         """Milliseconds from this moment to a later one."""

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.diagnostics.heatmap import draw_heatmap
 from megatron_residuals.diagnostics.journal import Journal, read
 
 if TYPE_CHECKING:
@@ -237,31 +239,12 @@ def plot_gaps(axes: Axes, runs: list[Run], baseline: Run) -> None:
     axes.grid(alpha=0.3)
 
 
-def reader_name(reader: int, num_sublayers: int) -> str:
-    """``2 attention`` for the attention of layer 2 (from 1 on); ``output`` for the final read."""
-    if reader == num_sublayers:
-        return "output"
-    return f"{reader // 2 + 1} {('attention', 'MLP')[reader % 2]}"
-
-
 def plot_depth_attention(axes: Axes, run: Run) -> None:
     """Mean weight of every source (column) in every sublayer's read (row)."""
-    grid = np.array(run.depth_weights)
-    columns = grid.shape[1]
-    image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes.figure.colorbar(image, ax=axes, label="mean attention weight")
-    if columns <= 12:
-        for (i, j), value in np.ndenumerate(grid):
-            if np.isfinite(value):
-                colour = "white" if value < 0.6 else "black"
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    weights = run.depth_weights
+    metric = metrics_of("block_attnres")["attnres/weights"]
+    draw_heatmap(axes, weights, metric, num_sublayers=len(weights) - 1)
     axes.set_title(f"{run.title}: what each sublayer reads")
-    axes.set_xlabel("source")
-    axes.set_ylabel("reading sublayer")
-    sources = ["embedding", *(f"block {i}" for i in range(1, columns))]
-    axes.set_xticks(range(columns), sources, rotation=45, ha="right", rotation_mode="anchor")
-    names = [reader_name(reader, len(grid) - 1) for reader in range(len(grid))]
-    axes.set_yticks(range(len(names)), names)
 
 
 def draw(runs: list[Run], baseline: Run, unigram_nats: float | None, path: Path) -> None:

@@ -66,6 +66,14 @@ warn_of_restarts_without_checkpoints() {
   fi
 }
 
+# Sets RUN_DIR, where logs go: beside the checkpoints of the run if those lie in a file system, so
+# that two runs never share it; else $1.
+set_run_dir() {
+  local folder=${CHECKPOINT_PATH:-$1}
+  [[ $folder != *://* ]] || folder=$1
+  RUN_DIR=${RUN_DIR:-$folder}
+}
+
 # Exports WANDB_RUN_ID and WANDB_RESUME, so that a restart goes on in the same wandb run. The id is
 # kept in the run directory; a run that starts anew, without checkpoints, gets a new one.
 keep_wandb_run() {

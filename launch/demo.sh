@@ -83,7 +83,7 @@ train() {
   rm -rf "$folder"
   mkdir -p "$folder"
   : >"$folder/log.txt" # it is read before the background process has made it
-  RESIDUAL=$run RUN_DIR=$folder WANDB_NAME=$run MEGATRON_RESIDUALS_LOG_DIR=$folder \
+  RESIDUAL=$run RUN_DIR=$folder WANDB_NAME=$run \
     RESIDUAL_OPTIONS="--residual-log-interval 10 ${OPTIONS[$run]:-}" \
     launch/pretrain.sh >"$folder/log.txt" 2>&1 &
   running=$!

@@ -10,10 +10,10 @@ Needs neither a GPU nor torch. Arguments it does not know are left to Megatron.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,6 +25,10 @@ from megatron_residuals.commands.arguments import (  # noqa: E402
     stage_layout,
 )
 from megatron_residuals.config import ResidualConfig  # noqa: E402
+from megatron_residuals.mcore.arguments import (  # noqa: E402
+    add_residual_arguments,
+    config_from_args,
+)
 
 EXPERTS = """\
 note: MLPs are counted as wide as what a token goes through, top-k experts; dispatched tokens and
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = front.parse_args(options).gpus
     try:
         args = read(command)
-        residual = residual_of(args)
+        residual = config_from_args(args)
         shared = [*layout_words(args), *size_words(args)]
         microbatches = microbatches_of(args, gpus)
         plan = ["plan", *shared, *state_words(residual, stage_layout(args).num_layers)]
@@ -63,9 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class LaunchParser(argparse.ArgumentParser):
+    """Reads a command that another program will get."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError, since the usage of this parser is nobody's concern."""
+        raise ValueError(message)
+
+
 def read(command: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a launch that matter here; what comes last wins."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    """The arguments of a launch that matter here; what comes last wins.
+
+    Raises:
+        ValueError: a ``--residual…`` flag that does not exist, or a value that is not allowed.
+    """
+    parser = LaunchParser(add_help=False, allow_abbrev=False)
     group = parser.add_argument_group()
     for add_options in (add_layout_options, add_size_options, add_model_options):
         add_options(group)
@@ -76,23 +92,12 @@ def read(command: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", default="")
     for name in ("bf16", "fp16"):
         parser.add_argument(f"--{name}", dest="dtype", action="store_const", const=name)
-    parser.set_defaults(dtype="fp32")
-    for field in dataclasses.fields(ResidualConfig):
-        flag = f"--residual-{field.name.replace('_', '-')}"
-        if field.name == "mechanism":
-            parser.add_argument("--residual", dest="residual_mechanism", default="residual")
-        elif ResidualConfig.option_type(field.name) is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
-        else:
-            parser.add_argument(flag, type=ResidualConfig.option_type(field.name))
-    return parser.parse_known_args(command)[0]
-
-
-def residual_of(args: argparse.Namespace) -> ResidualConfig:
-    """The residual of the flags."""
-    names = [field.name for field in dataclasses.fields(ResidualConfig)]
-    given = {name: getattr(args, f"residual_{name}") for name in names}
-    return ResidualConfig.from_mapping({k: v for k, v in given.items() if v is not None})
+    add_residual_arguments(parser)
+    parser.set_defaults(dtype="fp32", residual="residual")
+    args, others = parser.parse_known_args(command)
+    if unknown := [word for word in others if word.startswith(("--residual", "--no-residual"))]:
+        raise ValueError(f"there are no such flags: {', '.join(unknown)}")
+    return args
 
 
 def microbatches_of(args: argparse.Namespace, gpus: int) -> int:

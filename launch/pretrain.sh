@@ -182,7 +182,8 @@ fi
 DATA_ARGS+=(--num-workers "${NUM_WORKERS:-2}")
 
 # evaluation, logs, checkpoints
-RUN_DIR=${RUN_DIR:-$PWD/runs/pretrain}
+set_run_dir "$PWD/runs/$RESIDUAL"
+export MEGATRON_RESIDUALS_LOG_DIR=${MEGATRON_RESIDUALS_LOG_DIR:-$RUN_DIR}
 EVAL_AND_LOGGING_ARGS=(
   --eval-interval "${EVAL_INTERVAL:-500}"
   --eval-iters "${EVAL_ITERS:-10}"

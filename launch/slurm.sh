@@ -45,8 +45,9 @@ elif [[ ${DRY_RUN:-0} != 1 ]]; then
   refuse "this is no SLURM job; submit it with sbatch, or set DRY_RUN=1 to see what it would run"
 fi
 export MASTER_ADDR=${MASTER_ADDR:-first-node}
-# A job that is started again goes on where it was.
-export RUN_DIR=${RUN_DIR:-$ROOT/runs/${SLURM_JOB_NAME:-megatron-residuals}}
+# A job that is requeued keeps its number, and a later one its checkpoints: both go on where it was.
+set_run_dir "$ROOT/runs/${SLURM_JOB_NAME:-megatron-residuals}${SLURM_JOB_ID:+-$SLURM_JOB_ID}"
+export RUN_DIR
 
 STEP=(srun --nodes "$NUM_NODES" --ntasks "$NUM_NODES" --ntasks-per-node 1 --kill-on-bad-exit=1)
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then

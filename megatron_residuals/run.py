@@ -18,11 +18,21 @@ from pathlib import Path
 from typing import Any
 
 SPECS, FROM_FLAGS = "megatron_residuals.specs", "from_flags"
+EXAMPLE = """\
+example:
+  torchrun … -m megatron_residuals.run pretrain_gpt.py … --residual block_attnres
+
+among ARGS may be, besides those of the script:
+
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script; returns the exit status of its set-up (0, or 2 for bad arguments)."""
     options, script_argv = _split(list(sys.argv[1:] if argv is None else argv))
+    current_folder = sys.path[0]  # put there by `python -m`; a script has its own folder instead,
+    # and finds the Megatron beside it: so must we, who import Megatron first
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
     if options.cpu_host:
         from megatron_residuals.testing.cpu_host import install as install_cpu_host
 
@@ -37,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if residual is not None:
         _prepare(script_argv)
     sys.argv = [options.script, *script_argv]
-    sys.path[0] = str(Path(options.script).resolve().parent)
+    sys.path.remove(current_folder)
     runpy.run_path(options.script, run_name="__main__")
     return 0
 
@@ -46,8 +56,8 @@ def _split(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_residuals.run",
         description="Run an unmodified Megatron script with --residual… flags.",
-        epilog="example: torchrun … -m megatron_residuals.run pretrain_gpt.py … "
-        "--residual block_attnres --residual-block-layers 4",
+        epilog=EXAMPLE + _flags(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--cpu-host",
@@ -62,15 +72,23 @@ def _split(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, options.script_argv
 
 
+def _flags() -> str:
+    """Our flags with their help: in some releases Megatron's own ``--help`` ends in an error."""
+    from megatron_residuals.mcore.arguments import add_residual_arguments
+
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    return add_residual_arguments(parser).format_help()
+
+
 def _read_residual(script_argv: Sequence[str]) -> Any:
-    """The configuration in a script's arguments, or None without any ``--residual…`` flag."""
+    """The configuration in a script's arguments, or None where they ask for no residual."""
     from megatron_residuals.mcore.arguments import (
         MECHANISM_FLAG,
         add_residual_arguments,
         config_from_args,
     )
 
-    if not any(word.startswith(MECHANISM_FLAG) for word in script_argv):
+    if SPECS not in script_argv and not any(w.startswith(MECHANISM_FLAG) for w in script_argv):
         return None
     parser = add_residual_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     parser.add_argument("--spec", nargs="*")
@@ -82,27 +100,43 @@ def _read_residual(script_argv: Sequence[str]) -> Any:
             f"--spec {' '.join(known.spec)} builds its own layers, on which {MECHANISM_FLAG} has "
             f"no effect; leave --spec out, or wrap that spec with {SPECS}.residual_spec"
         )
-    mechanism = known.spec[1] if len(known.spec) > 1 else None
+    if len(known.spec) != 2:
+        raise ValueError(f"--spec {SPECS} takes one name behind it; give a mechanism's")
+    mechanism = known.spec[1]
     return config_from_args(known, None if mechanism == FROM_FLAGS else mechanism)
 
 
 def _prepare(script_argv: list[str]) -> None:
-    """Teach Megatron's parser our flags and let the script's model take our spec."""
-    from megatron.training import arguments
+    """Teach Megatron's parser our flags and see that the script's model takes our spec."""
+    from megatron.training import arguments, training
 
     from megatron_residuals.mcore.arguments import add_residual_arguments
     from megatron_residuals.mcore.install import install
+    from megatron_residuals.mcore.route import live_routes
 
     install()
     if "--spec" not in script_argv:
         script_argv.extend(("--spec", SPECS, FROM_FLAGS))
-    stock = arguments.add_megatron_arguments
+    add_stock_arguments = arguments.add_megatron_arguments
+    set_up = training.setup_model_and_optimizer
 
-    @functools.wraps(stock)
+    @functools.wraps(add_stock_arguments)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_residual_arguments(stock(parser))
+        return add_residual_arguments(add_stock_arguments(parser))
+
+    @functools.wraps(set_up)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        ready = set_up(*args, **kwargs)
+        if not live_routes():
+            raise ValueError(
+                "a residual was asked for, but the script has built a model without one: it does "
+                "not read --spec, or took another from a checkpoint or a YAML file. Give the layer "
+                f"spec that it builds to {SPECS}.residual_spec(spec, config)"
+            )
+        return ready
 
     arguments.add_megatron_arguments = add_megatron_arguments
+    training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
 def _is_first_rank() -> bool:

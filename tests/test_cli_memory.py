@@ -121,6 +121,9 @@ def test_every_rank_is_listed_with_what_it_has_in_flight(
     assert fields["peak_bytes"] == peaks[0] > 4 * fields["kept_bytes"]
     interleaved = run_json(capsys, f"{MHC} --pp 4 --vpp 2 --microbatches 8")
     assert [rank["in_flight"] for rank in interleaved["per_rank"]] == [11, 9, 7, 5]
+    groups = "--microbatches 12 --microbatch-group-size 6"
+    grouped = run_json(capsys, f"{MHC} --pp 4 --vpp 2 {groups}")
+    assert [rank["in_flight"] for rank in grouped["per_rank"]] == [13, 11, 9, 7]
     laid_out = run_json(capsys, f"memory {SIZES} --residual mhc --pp 2 --layout Ett|ttttL")
     assert laid_out["worst_rank"] == 0 or laid_out["per_rank"][1]["in_flight"] == 1
 
@@ -230,7 +233,7 @@ def test_every_example_of_the_help_runs(capsys: pytest.CaptureFixture[str]) -> N
     "command",
     [
         f"memory {SMALL} --residual block_attnres --block-sublayers 3 --dtype fp32 --swiglu "
-        "--ffn-hidden-size 96 --pp 2 --vpp 2 --microbatches 2",
+        "--ffn-hidden-size 96 --pp 2 --vpp 2 --microbatches 5 --microbatch-group-size 3",
         f"memory {SMALL} --residual mhc --query-groups 2 --dtype bf16 --no-rope --tp 2",
     ],
 )

@@ -199,7 +199,7 @@ TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
     (r"megatron-residuals (report|convert)\b", cli_arguments),
     (r"megatron-residuals\b", run_it),
     (r"make\b", make_target),
-    (r"(python3? -m )?pip install (-e |--editable )?['\"]?\.", pip_install),
+    (r"(python3? -m )?pip install (--no-deps |-e |--editable )?['\"]?\.", pip_install),
     (r"(python3? -m )?pip install ['\"]?megatron[-_]core\b", accept),
     (r"(bash )?(\./)?launch/\S+\.sh\b", launch_script),
     (r"(torchrun|python3? -m (torch\.distributed\.run|megatron_residuals\.run))\b", residual_flags),

@@ -61,6 +61,19 @@ def add_layout_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Micro-batches of a step, and their groups in an interleaved schedule."""
+    add = parser.add_argument
+    add("--microbatches", type=int, metavar="M", help="per step (default: the ranks of --pp)")
+    add(
+        "--microbatch-group-size",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        metavar="G",
+        help="consecutive micro-batches of one virtual chunk (default: the ranks of --pp)",
+    )
+
+
 def add_size_options(group: argparse._ArgumentGroup) -> None:
     """Sizes of a micro-batch, and the ranks it is split over."""
     add = group.add_argument

@@ -18,6 +18,7 @@ from megatron_residuals.commands.arguments import (
     add_layout_options,
     add_model_options,
     add_size_options,
+    add_step_options,
     model_sizes,
     stage_layout,
 )
@@ -61,7 +62,7 @@ def register(commands: Subparsers) -> None:
     )
     add = parser.add_argument
     add("--layers", "--num-layers", type=int, metavar="L", help="transformer layers of the model")
-    add("--microbatches", type=int, metavar="M", help="per step (default: the ranks of --pp)")
+    add_step_options(parser)
     add("--budget-gib", type=float, metavar="GIB", help="name the cheapest policy that fits")
     add("--measure", action="store_true", help="run the model on the CPU and compare (small ones)")
     add("--json", action="store_true", help="print JSON instead of the table")
@@ -130,7 +131,7 @@ def memory_plan(args: argparse.Namespace) -> MemoryPlan:
         {"mechanism": args.residual, "recompute": args.residual_recompute, **options}
     )
     microbatches = args.pp if args.microbatches is None else args.microbatches
-    plan = MemoryPlan(layout, residual, sizes, microbatches)
+    plan = MemoryPlan(layout, residual, sizes, microbatches, args.microbatch_group_size)
     plan.predict()  # finds what is wrong with the schedule
     return plan
 

@@ -15,6 +15,7 @@ from megatron_residuals.commands.arguments import (
     add_layout_options,
     add_model_options,
     add_size_options,
+    add_step_options,
     model_sizes,
     stage_layout,
 )
@@ -59,7 +60,7 @@ def register(commands: Subparsers) -> None:
     )
     add = parser.add_argument
     add("--layers", "--num-layers", type=int, metavar="L", help="transformer layers of the model")
-    add("--microbatches", type=int, metavar="M", help="per step (default: the ranks of --pp)")
+    add_step_options(parser)
     add("--budget-gib", type=float, metavar="GIB", help="recompute what it takes to fit")
     add("--trace", type=Path, metavar="FILE", help="write the timelines in Chrome's trace format")
     add("--json", action="store_true", help="print JSON instead of the table")
@@ -82,13 +83,6 @@ def register(commands: Subparsers) -> None:
 
 def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--microbatch-group-size-per-vp-stage",
-        dest="group_size",
-        type=int,
-        metavar="G",
-        help="default: the ranks of --pp",
-    )
     add(
         "--no-overlap-p2p-communication",
         dest="overlap",
@@ -176,7 +170,7 @@ def _schemes(args: argparse.Namespace) -> list[Scheme]:
         block_layers=args.block_layers,
         block_sublayers=args.block_sublayers,
         num_microbatches=args.pp if args.microbatches is None else args.microbatches,
-        group_size=args.group_size,
+        group_size=args.microbatch_group_size,
     )
     return [scheme for scheme in found if scheme.name in args.schemes]
 

@@ -208,8 +208,9 @@ METRICS: tuple[Metric, ...] = (
         "mean",
         "mean cosine between two different streams in front of a sublayer",
         high=0.999,
-        advice="the streams are copies and the mechanism is a plain residual. Expected in the "
-        "first hundreds of steps; later, use the a6 initial values and see diagonal",
+        advice="the streams are copies: it does not matter which one is read. Expected in the "
+        "first hundreds of steps; if it lasts, raise --residual-lr-mult (with symmetric initial "
+        "values streams stay copies)",
         **_STREAMS,
     ),
     Metric(
@@ -235,6 +236,16 @@ METRICS: tuple[Metric, ...] = (
         "max",
         "h_post by stream: which streams a sublayer writes to",
         columns="stream",
+        **_STREAMS,
+    ),
+    Metric(
+        "mixing",
+        "sublayer",
+        "max",
+        "mean H_res, row by row: what each new stream takes of each old one (of the tokens of "
+        "composite_forward)",
+        columns="stream pair",
+        advice="near the identity, streams stay apart; near 1/n everywhere, they are averaged",
         **_STREAMS,
     ),
     Metric(

@@ -12,8 +12,9 @@ from megatron_residuals.diagnostics.metric import Metric
 
 Axes: TypeAlias = Any  # matplotlib.axes.Axes, imported where a figure is made
 
-MAX_CELLS_WITH_NUMBERS = 160
+MAX_CELLS_WITH_NUMBERS = 200
 MAX_TICKS = 24
+TILES_ACROSS, TILES_DOWN = 3, 4
 
 
 def sublayer_label(index: int, num_sublayers: int) -> str:
@@ -23,6 +24,14 @@ def sublayer_label(index: int, num_sublayers: int) -> str:
     return f"{index // 2} {('attn', 'MLP')[index % 2]}"
 
 
+def source_label(source: int, num_sources: int, num_sublayers: int) -> str:
+    """``embedding``, ``block 2``, or in Full AttnRes the sublayer whose output a source is."""
+    if source == 0:
+        return "embedding"
+    is_full = num_sources == num_sublayers + 1
+    return sublayer_label(source - 1, num_sublayers) if is_full else f"block {source}"
+
+
 def every(count: int, most: int = MAX_TICKS) -> list[int]:
     """At most ``most`` evenly spaced indices of ``count``, the first among them."""
     return list(range(0, count, -(-count // most)))
@@ -30,34 +39,76 @@ def every(count: int, most: int = MAX_TICKS) -> list[int]:
 
 def draw_heatmap(axes: Axes, rows: list[list[float]], metric: Metric, num_sublayers: int) -> None:
     """One matrix: readers downwards, sources or streams across, numbers where they have room."""
+    if metric.columns == "stream pair":
+        _draw_tiles(axes, rows, num_sublayers)
+        return
     columns = len(rows[0])
+    is_source = metric.columns == "source"
+    _draw_cells(axes, rows, most=1.0 if is_source else None, spread_low=is_source)
+    ticks = every(len(rows))
+    axes.set_yticks(ticks, [sublayer_label(i, num_sublayers) for i in ticks], size=8)
+    across = every(columns)
+    names = [source_label(j, columns, num_sublayers) for j in across]
+    if not is_source:
+        names = [f"stream {j}" for j in across]
+    axes.set_xticks(across, names, rotation=40, ha="right", rotation_mode="anchor", size=8)
+    if is_source:
+        growing = "" if columns == num_sublayers + 1 else "; the last of a row may still be growing"
+        axes.set_xlabel(f"source{growing}")
+    axes.set_ylabel("reading sublayer" if is_source else "sublayer")
+
+
+def _draw_tiles(axes: Axes, rows: list[list[float]], num_sublayers: int) -> None:
+    """A square matrix for each of some sublayers, from the first to the last."""
+    n = math.isqrt(len(rows[0]))
+    count = min(len(rows), TILES_ACROSS * TILES_DOWN)
+    shown = [round(k * (len(rows) - 1) / max(1, count - 1)) for k in range(count)]
+    down = -(-count // TILES_ACROSS)
+    cells = [[math.nan] * (TILES_ACROSS * (n + 1) - 1) for _ in range(down * (n + 1))]
+    for k, index in enumerate(shown):
+        top, left = (k // TILES_ACROSS) * (n + 1) + 1, (k % TILES_ACROSS) * (n + 1)
+        for i in range(n):
+            cells[top + i][left : left + n] = rows[index][n * i : n * (i + 1)]
+        label = sublayer_label(index, num_sublayers)
+        axes.text(left + (n - 1) / 2, top - 0.65, label, ha="center", va="bottom", size=8)
+    _draw_cells(axes, cells)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_frame_on(False)
+    axes.set_xlabel("row: new stream, column: old stream; mean over tokens")
+
+
+def _draw_cells(
+    axes: Axes, rows: list[list[float]], *, most: float | None = None, spread_low: bool = False
+) -> None:
+    """Values as colours, from 0 or symmetric about it, and as numbers where there are few.
+
+    Args:
+        most: where the colours end; the largest value if None.
+        spread_low: tell small values apart, by a scale of square roots.
+    """
+    from matplotlib.colors import Normalize, PowerNorm
+
     numbers = [value for row in rows for value in row if not math.isnan(value)]
-    top = 1.0 if metric.columns == "source" else max([1e-12, *map(abs, numbers)])
+    top = most or max([1e-12, *map(abs, numbers)])
     signed = any(value < 0 for value in numbers)
+    scale = PowerNorm(0.5, 0, top) if spread_low else Normalize(-top if signed else 0, top)
     image = axes.imshow(
         rows,
         cmap="RdBu_r" if signed else "viridis",
-        vmin=-top if signed else 0,
-        vmax=top,
+        norm=scale,
         aspect="auto",
         interpolation="nearest",
     )
     axes.figure.colorbar(image, ax=axes, pad=0.02)
-    if len(rows) * columns <= MAX_CELLS_WITH_NUMBERS:
-        for i, row in enumerate(rows):
-            for j, value in enumerate(row):
-                if not math.isnan(value):
-                    dark = abs(value) > 0.6 * top if signed else value < 0.6 * top
-                    colour = "white" if dark else "black"
-                    axes.text(j, i, f"{value:.2f}", ha="center", va="center", size=7, color=colour)
-    ticks = every(len(rows))
-    axes.set_yticks(ticks, [sublayer_label(i, num_sublayers) for i in ticks], size=8)
-    across = every(columns)
-    if metric.columns == "source":
-        names = ["embedding" if j == 0 else f"block {j}" for j in across]
-    else:
-        names = [f"stream {j}" for j in across]
-    axes.set_xticks(across, names, rotation=40, ha="right", rotation_mode="anchor", size=8)
+    if len(numbers) > MAX_CELLS_WITH_NUMBERS:
+        return
+    for i, row in enumerate(rows):
+        for j, value in enumerate(row):
+            if not math.isnan(value):
+                dark = abs(value) > 0.6 * top if signed else scale(value) < 0.6
+                colour = "white" if dark else "black"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", size=7, color=colour)
 
 
 def heatmaps(

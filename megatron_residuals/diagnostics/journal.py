@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Journal:
-    """A run as its file tells it; of an iteration that was trained twice, the last time counts.
+    """A run as its file tells it; of what was trained again, the last time counts.
 
     Attributes:
         header: what the last start wrote: config, settings, num_layers, plan, recompute, ….
@@ -113,18 +113,29 @@ def read(folder: Path) -> Journal:
     header: dict[str, Any] = {}
     steps: dict[int, dict[str, Any]] = {}
     losses: dict[str, dict[int, float]] = {}
+    has_started = False
     for line in _lines(path):
         if line["kind"] == "start":
-            header = line
-        elif line["kind"] == "step":
-            steps[line["iteration"]] = line
-            for iteration, by_name in line["losses"].items():
-                for name, value in by_name.items():
-                    losses.setdefault(name, {})[int(iteration)] = value
+            header, has_started = line, True
+            continue
+        if has_started:
+            begin, has_started = min([line["iteration"], *map(int, line["losses"])]), False
+            for earlier in (steps, *losses.values()):
+                _forget(earlier, begin)
+        steps[line["iteration"]] = line
+        for iteration, by_name in line["losses"].items():
+            for name, value in by_name.items():
+                losses.setdefault(name, {})[int(iteration)] = value
     if not header:
         raise ValueError(f"{path} has no line that describes the run; is it a {FILE_NAME}?")
-    ordered = {name: dict(sorted(values.items())) for name, values in losses.items()}
+    ordered = {name: dict(sorted(values.items())) for name, values in losses.items() if values}
     return Journal(path, header, dict(sorted(steps.items())), ordered)
+
+
+def _forget(by_iteration: dict[int, Any], begin: int) -> None:
+    """Drop what lies ahead of a start: it is trained again, or was another run in this folder."""
+    for iteration in [i for i in by_iteration if i >= begin]:
+        del by_iteration[iteration]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

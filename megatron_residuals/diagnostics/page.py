@@ -109,41 +109,36 @@ def _depth(
 
 
 def _of_streams(run: Journal, family: str) -> list[Panel]:
-    return [
-        _depth(run, None, f"{family}/composite_forward", "Composite forward gain, input to here"),
-        _depth(
-            run, None, f"{family}/composite_backward", "Composite backward gain, output to here"
-        ),
-        Panel(lambda axes: panels.draw_composite_over_time(axes, run)),
-        Panel(
-            lambda axes: panels.draw_summaries(
-                axes,
-                run,
-                [f"{family}/{name}" for name in ("stream_cosine", "diagonal")],
-                "Are the streams still different?",
-            )
-        ),
-        Panel(
-            lambda axes: panels.draw_matrix(
-                axes, run, f"{family}/read_weights", "Which streams are read"
-            ),
-            rows=2,
-        ),
-        Panel(
-            lambda axes: panels.draw_matrix(
-                axes, run, f"{family}/stream_rms", "RMS of the streams"
-            ),
-            rows=2,
-        ),
+    around_one = (0.9, 1.1)
+    chosen = [
+        _depth(run, None, f"{family}/composite_{direction}", title, at_least=around_one)
+        for direction, title in (
+            ("forward", "Composite forward gain, input to here"),
+            ("backward", "Composite backward gain, output to here"),
+        )
     ]
+    chosen += [
+        Panel(lambda axes: panels.draw_composite_over_time(axes, run)),
+        Panel(lambda axes: panels.draw_stream_distance(axes, run)),
+    ]
+    return chosen + [
+        _matrix(run, f"{family}/{name}", title)
+        for name, title in (
+            ("mixing", "How streams are mixed: H_res"),
+            ("read_weights", "Which streams are read"),
+            ("write_weights", "Which streams are written to"),
+            ("stream_rms", "RMS of the streams"),
+        )
+    ]
+
+
+def _matrix(run: Journal, name: str, title: str) -> Panel:
+    return Panel(lambda axes: panels.draw_matrix(axes, run, name, title), rows=2)
 
 
 def _of_sources(run: Journal) -> list[Panel]:
     return [
-        Panel(
-            lambda axes: panels.draw_matrix(axes, run, "attnres/weights", "What is read: weights"),
-            rows=2,
-        ),
+        _matrix(run, "attnres/weights", "What is read: weights"),
         Panel(
             lambda axes: panels.draw_summaries(
                 axes,

@@ -16,6 +16,7 @@ LOSS = "lm loss"
 RUN, BASELINE = "#D55E00", "#000000"  # told apart with every kind of colour vision
 SECOND = "#0072B2"
 AGES = ("#F6C9A0", "#E8924A", "#B84A00")  # of one quantity at three times, the newest darkest
+SMALLEST_DISTANCE = 1e-9  # of streams that are equal, on a logarithmic axis
 SMOOTHING_SHARE, SMOOTHING_STEPS = 0.04, 5
 
 
@@ -119,9 +120,25 @@ def draw_summaries(axes: Axes, run: Journal, names: Sequence[str], title: str) -
         values = [summarise(values, how) for values in over_time.values()]
         text = f"{name.partition('/')[2]} ({how} over depth)"
         axes.plot(list(over_time), values, color=colour, marker=".", label=text)
-    _show(axes, (0.0, 1.05))
+    _show(axes, (0.0, 1.4))  # room for the legend
     axes.set_title(title)
-    _finish(axes, "iteration", "")
+    _finish(axes, "iteration", "", legend_columns=2)
+
+
+def draw_stream_distance(axes: Axes, run: Journal) -> None:
+    """One minus the mean cosine of two streams, against iterations: small differences count."""
+    name = f"{run.mechanism}/stream_cosine"
+    metric = metrics_of(run.mechanism)[name]
+    over_time = run.over_time(name)
+    means = [summarise(values, metric.summary) for values in over_time.values()]
+    distances = [max(1 - mean, SMALLEST_DISTANCE) for mean in means]
+    axes.plot(list(over_time), distances, color=RUN, marker=".", label="mean over depth")
+    if metric.high is not None:
+        limit = 1 - metric.high
+        axes.axhline(limit, color="0.6", linestyle=":", label="below: the streams are copies")
+    axes.set_yscale("log")
+    axes.set_title("How different are the streams?")
+    _finish(axes, "iteration", "1 - cosine of two streams")
 
 
 def draw_matrix(axes: Axes, run: Journal, name: str, title: str) -> None:
@@ -182,9 +199,9 @@ def _tops(axes: Axes) -> list[float]:
     return [float(value) for value in values if not math.isnan(value)]
 
 
-def _finish(axes: Axes, x: str, y: str, *, legend: bool = True) -> None:
+def _finish(axes: Axes, x: str, y: str, *, legend: bool = True, legend_columns: int = 1) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     if legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=legend_columns)

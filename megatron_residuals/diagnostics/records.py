@@ -96,7 +96,9 @@ def _figures(
             for column, name in enumerate(_GATES[residual.mechanism]):
                 yield name, view("gates")[:, column]
         tokens = int(view("matrix_tokens").min().item())
-        forward, backward = composite_gains(view("matrices")[:, :tokens])
+        matrices = view("matrices")[:, :tokens]
+        yield "mixing", matrices.mean(1).flatten(1)
+        forward, backward = composite_gains(matrices)
         yield "composite_forward", forward
         yield "composite_backward", backward
     if depth is not None:
@@ -113,9 +115,10 @@ def _figures(
 
 
 def scalars_of(record: Record, mechanism: str) -> dict[str, float]:
-    """Every single number of a record by name: summaries, then every place, finite ones only.
+    """Every single number of a record by name, finite ones only; matrices have none.
 
-    ``mhc/gain_forward_max``, ``mhc/gain_forward_layer_3_attention``. Matrices have a summary only.
+    ``mhc/gain_forward_max``, a summary, and ``mhc_detail/gain_forward_layer_3_attention``: boards
+    make a section of what is in front of the slash, and thousands of places would hide summaries.
     """
     scalars: dict[str, float] = {}
     num_sublayers = len(record.series.get("residual/output_rms", ()))
@@ -127,6 +130,7 @@ def scalars_of(record: Record, mechanism: str) -> dict[str, float]:
             scalars[name] = values[0]
             continue
         scalars[f"{name}_{metric.summary}"] = summarise(values, metric.summary)
+        detail = name.replace("/", "_detail/")
         for index, value in enumerate(values):
-            scalars[f"{name}_{place_name(metric.axis, index, num_sublayers)}"] = value
+            scalars[f"{detail}_{place_name(metric.axis, index, num_sublayers)}"] = value
     return {name: value for name, value in scalars.items() if math.isfinite(value)}

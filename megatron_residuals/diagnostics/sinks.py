@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 class Sink(Protocol):
     """Takes the figures of a recorded step."""
 
+    name: str
+
     def start(self, header: Mapping[str, Any]) -> None:
         """What the run is, once."""
 
@@ -31,6 +33,8 @@ class WandbSink:
     Everything is logged at the iteration as wandb's step, which is what Megatron does: the figures
     come into the same row as its own.
     """
+
+    name = "wandb"
 
     def __init__(self, wandb: Any) -> None:
         self._wandb = wandb
@@ -52,6 +56,8 @@ class WandbSink:
 
 class TensorBoardSink:
     """A ``SummaryWriter``."""
+
+    name = "TensorBoard"
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -84,5 +90,5 @@ def send(sink: Sink, what: str, content: Mapping[str, Any], iteration: int) -> N
     try:
         getattr(sink, what)(content, iteration)
     except Exception:
-        name = type(sink).__name__
-        logger.warning("%s did not take %s of iteration %d", name, what, iteration, exc_info=True)
+        message = "%s did not take %s of iteration %d"
+        logger.warning(message, sink.name, what, iteration, exc_info=True)

@@ -20,7 +20,8 @@ from megatron_residuals.depth import raise_faults
 PARTS = ("self_attention_residual", "mlp_residual")  # of one layer, in order
 HEAD = "residual_head"
 DECODER = "decoder."
-OPTIMIZER = "optimizer."
+# Of several optimizers, as mixture-of-experts models have them, the host numbers the keys.
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _RESIDUAL = re.compile(rf"(?:^|\.)(?:{'|'.join((*PARTS, HEAD))})\.")
 _LAYER = re.compile(r"^(?P<prefix>.*?)decoder\.layers\.(?:(?P<layer>\d+)\.)?")
 _HIDDEN = ("decoder.final_layernorm.weight", "embedding.word_embeddings.weight")
@@ -28,12 +29,17 @@ _HIDDEN = ("decoder.final_layernorm.weight", "embedding.word_embeddings.weight")
 
 def is_model_key(key: str) -> bool:
     """Whether a key of a checkpoint is a model's, not the optimizer's."""
-    return not key.startswith(OPTIMIZER)
+    return _OPTIMIZER.match(key) is None
 
 
 def is_residual_key(key: str) -> bool:
     """Whether a key is of a parameter of a residual (not of the optimizer's state for one)."""
-    return is_model_key(key) and _RESIDUAL.search(key) is not None
+    return is_model_key(key) and is_of_residual(key)
+
+
+def is_of_residual(key: str) -> bool:
+    """Whether a key is of a parameter of a residual, or of the optimizer's state for one."""
+    return _RESIDUAL.search(key) is not None
 
 
 def sublayer_key(sublayer: int, name: str) -> str:

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_residuals.mcore.checkpoint import record_for
+from megatron_residuals.mcore.checkpoint import record_for, refuse_mechanism
 from megatron_residuals.mcore.compat import outer_quantization_context
 from megatron_residuals.mcore.layer import parameter_device, tag_parameters
 from megatron_residuals.mcore.route import route_for
@@ -76,7 +76,8 @@ class ResidualTransformerBlock(TransformerBlock):
         self.residual_settings = record_for(
             submodules.residual, self.config, pp_group.rank(), self.vp_stage or 0
         )
-        self.register_load_state_dict_pre_hook(keep_initial_values)
+        plain = submodules.residual.mechanism == "residual"
+        self.register_load_state_dict_pre_hook(refuse_mechanism if plain else keep_initial_values)
         self._payload: Tensor | None = None
         announce(route, self.runner, self.config)
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -34,6 +35,8 @@ from megatron_residuals.settings import (
 
 ENTRY = f"{RECORD}._extra_state"
 """The end of the record's key in any state dict."""
+PLAIN: Mapping[str, Setting] = {"mechanism": "residual"}
+"""What the record of a plain model would be, stock or ours."""
 
 _conversion: ContextVar[bool] = ContextVar("block length conversion", default=False)
 
@@ -137,48 +140,55 @@ def read_settings(directory: str | Path, key: str | None = None) -> dict[str, Se
     Returns:
         The record, or None if the checkpoint has none: its model has the stock residual.
     """
-    storage = FileSystemReader(str(directory)).read_metadata().storage_data
-    for index, place in storage.items():
+    records = _stored_records(directory)
+    return next(iter(records.values()), None) if key is None else records.get(key)
+
+
+def _stored_records(directory: str | Path) -> dict[str, dict[str, Setting]]:
+    """Every record of a ``torch_dist`` checkpoint by its key, of which there is one a model."""
+    records = {}
+    for index, place in FileSystemReader(str(directory)).read_metadata().storage_data.items():
         name = index.fqn.partition("/")[0]
-        if name.endswith(ENTRY) and key in (None, name):
+        if name.endswith(ENTRY):
             with Path(directory, place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 (record,) = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
-            return dict(record)
-    return None
+            records[name] = dict(record)
+    return records
 
 
 def checked_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``dist_checkpointing.load`` that compares the records before it loads anything.
 
-    A request without a record, that is, of a model with its stock residual, passes unchanged; so
-    does a directory that is not a local folder, whose record is compared after loading.
+    A model with the plain residual has none, and asks for the weights beside one in vain. Of a
+    directory that is not a local folder the record is compared after loading.
     """
 
     @functools.wraps(stock)
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        for holder, name in list(_records(sharded_state_dict)):
-            record = holder[name]
-            if Path(checkpoint_dir, ".metadata").is_file():
-                saved = read_settings(checkpoint_dir, record.key)
-                check_settings(saved, record.data)
-                _announce_conversion(saved, record.data)
+        if Path(checkpoint_dir, ".metadata").is_file():
+            wanted = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedBase)]
+            given = {value.key: value.data for value in wanted if value.key.endswith(ENTRY)}
+            saved = _stored_records(checkpoint_dir)
+            for key, settings in given.items():
+                check_settings(saved.get(key), settings)
+                _announce_conversion(saved.get(key), settings)
+            for key in saved.keys() - given.keys():
+                if any(value.key.startswith(key.removesuffix(ENTRY)) for value in wanted):
+                    check_settings(saved[key], PLAIN)
         return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return load
 
 
-def _records(request: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
-    """The dict and the key of every record in a nested sharded state dict."""
-    if isinstance(request, dict):
-        for key, value in request.items():
-            if isinstance(value, ShardedObject) and value.key.endswith(ENTRY):
-                yield request, key
-            else:
-                yield from _records(value)
-    elif isinstance(request, list):
-        for value in request:
-            yield from _records(value)
+def refuse_mechanism(_: Any, state_dict: Mapping[str, Any], prefix: str, *__: Any) -> None:
+    """Hook in front of ``load_state_dict`` of a block with the plain residual.
+
+    Raises:
+        ValueError: the state dict is of a model with a mechanism.
+    """
+    if prefix + ENTRY in state_dict:
+        check_settings(state_dict[prefix + ENTRY], PLAIN)
 
 
 def _announce_conversion(saved: Mapping[str, Setting] | None, given: Mapping[str, Setting]) -> None:

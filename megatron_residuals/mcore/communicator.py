@@ -8,7 +8,6 @@ plan says will arrive, instead of one fixed shape, and keeps the two directions 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,37 +18,21 @@ from torch import Tensor
 
 from megatron_residuals.mcore import preflight
 from megatron_residuals.mcore.late import Message
-from megatron_residuals.mcore.message_order import MessageOrder, ScheduleTable
-from megatron_residuals.mcore.route import route_of
+from megatron_residuals.mcore.route import Route, route_of
 from megatron_residuals.mcore.wire import Direction
 
 
 class ResidualP2PCommunicator(P2PCommunicator):
     """``P2PCommunicator`` for models with a route; models without one keep the host's behaviour."""
 
-    _latest: weakref.ref[ResidualP2PCommunicator] | None = None
-
     def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
         self._route = route_of(config)
-        self._order: MessageOrder | None = None
-        if self._route is not None and self._route.plan.layout.num_chunks == 1:
-            self._begin_step(None)
-        ResidualP2PCommunicator._latest = weakref.ref(self)
-
-    @classmethod
-    def announce(cls, table: ScheduleTable) -> None:
-        """Tell the communicator of the current step in which order its messages will come.
-
-        An interleaved schedule makes its communicator, then this table, then the first message.
-        """
-        latest = cls._latest() if cls._latest is not None else None
-        if latest is not None and latest._route is not None:
-            latest._begin_step(table)
-
-    def _begin_step(self, table: ScheduleTable | None) -> None:
-        self._order = MessageOrder(self._route.plan.layout, self._route.rank, table)
-        self._route.begin_step()
+        if self._route is None:
+            return
+        self._route.attended = True
+        if self._route.plan.layout.num_chunks == 1:  # an interleaved schedule announces its step
+            self._route.begin_step()
 
     def _communicate(
         self,
@@ -72,6 +55,7 @@ class ResidualP2PCommunicator(P2PCommunicator):
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
+        route.begin_announced_step()
         if not route.agreed:
             self._agree(tensor_send_next, tensor_shape)
         handles: dict[str, Any] = {}
@@ -134,7 +118,7 @@ class ResidualP2PCommunicator(P2PCommunicator):
         sent, late = None, None
         if leaving is not None:
             self._route.outbox.send(direction, leaving, send)
-            sent = FinalWait(self)
+            sent = FinalWait(self._route)
         if arriving is not None:
             late = self._route.inbox.expect(
                 direction, arriving, self._empty((0,)), self._route.count
@@ -150,27 +134,22 @@ class ResidualP2PCommunicator(P2PCommunicator):
         )
 
     def _next_message(self, direction: str, verb: str) -> Message:
-        if self._order is None:
+        if self._route.order is None:
             raise RuntimeError(
                 "an interleaved schedule communicated before megatron.core.pipeline_parallel."
                 "schedules.get_schedule_table told its order: this Megatron-Core is not one that "
                 "megatron_residuals was tested with, or its seams were taken out in mid-step"
             )
-        return self._order.next(direction, verb)
-
-    @property
-    def has_received_all(self) -> bool:
-        """Whether an interleaved step has nothing more to receive on this rank."""
-        return self._order is not None and self._order.has_received_all
+        return self._route.order.next(direction, verb)
 
 
 class FinalWait:
     """Handle of a send that is waited for only when the rank has nothing left to receive."""
 
-    def __init__(self, communicator: ResidualP2PCommunicator) -> None:
-        self._communicator = communicator
+    def __init__(self, route: Route) -> None:
+        self._route = route
 
     def wait(self) -> None:
         """Drain the outbox at the end of a step; before, do nothing."""
-        if self._communicator.has_received_all:
-            self._communicator._route.outbox.drain()
+        if self._route.order is not None and self._route.order.has_received_all:
+            self._route.outbox.drain()

@@ -30,11 +30,23 @@ State: TypeAlias = Literal["stock", "replaced", "native"]
 """A seam without us; ours in place of a host symbol; ours at the hook of a patched host."""
 
 
+def _taken(what: str, stock: Any) -> RuntimeError:
+    name = f"{stock.__module__}.{stock.__qualname__}" if isinstance(stock, type) else stock
+    return RuntimeError(
+        f"{what} is already {name}, not the host's own; another plugin replaced it, and one of the "
+        "two has to go"
+    )
+
+
 def _block_factory(stock: Any) -> Any:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
     from megatron_residuals.mcore import monitor
     from megatron_residuals.mcore.block import ResidualTransformerBlock
     from megatron_residuals.mcore.spec import residual_of
 
+    if stock is not TransformerBlock:
+        raise _taken("the GPT model's block", stock)
     monitor.attach()
 
     @functools.wraps(stock, updated=())
@@ -50,21 +62,17 @@ def _communicator(stock: Any) -> Any:
     from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
 
     if not isinstance(stock, type) or not issubclass(ResidualP2PCommunicator, stock):
-        name = f"{stock.__module__}.{stock.__qualname__}" if isinstance(stock, type) else stock
-        raise RuntimeError(
-            f"the schedules' communicator is already {name}, not the host's own; another plugin "
-            "replaced it, and one of the two has to go"
-        )
+        raise _taken("the schedules' communicator", stock)
     return ResidualP2PCommunicator
 
 
 def _announcing_table(stock: Any) -> Any:
-    from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
+    from megatron_residuals.mcore.route import announce
 
     @functools.wraps(stock)
     def get_schedule_table(*args: Any, **kwargs: Any) -> Any:
         table = stock(*args, **kwargs)
-        ResidualP2PCommunicator.announce(table)
+        announce(table)
         return table
 
     return get_schedule_table

@@ -27,6 +27,11 @@ from megatron_residuals.recompute.steps import Step, plain_step
 
 ATTENTION, MLP = range(2)  # the sublayers of a layer, in order
 SUBLAYERS = 2
+FOREIGN_BLOCK = (
+    "a layer with a replaced residual stands in a block that carries no residual state: GPTModel "
+    "builds its decoder as it must, and with a model class of your own build a "
+    "megatron_residuals.mcore.block.ResidualTransformerBlock in place of TransformerBlock"
+)
 
 
 def bias_dropout(
@@ -64,8 +69,15 @@ class ResidualLayerMixin:
         return super().__new__(cls)
 
     def __init__(
-        self, config: Any, submodules: Any, *args: Any, residual: ResidualConfig, **kwargs: Any
+        self,
+        config: Any,
+        submodules: Any = None,
+        *args: Any,
+        residual: ResidualConfig | None = None,
+        **kwargs: Any,
     ) -> None:
+        if residual is None:  # a DeferredSpec that nobody has worked out
+            raise TypeError(FOREIGN_BLOCK)
         submodules = copy.copy(submodules)
         submodules.self_attn_bda = submodules.mlp_bda = bias_dropout
         super().__init__(config, submodules, *args, **kwargs)
@@ -85,7 +97,7 @@ class ResidualLayerMixin:
 
     def forward(
         self,
-        state: ResidualState,
+        state: ResidualState | None = None,
         *,
         step: Step = plain_step,
         parts: Sequence[int] = (ATTENTION, MLP),
@@ -95,7 +107,12 @@ class ResidualLayerMixin:
 
         ``step`` runs a sublayer on the state; ``parts`` says which sublayers; ``arguments`` are the
         keyword arguments of the host layer besides ``hidden_states``.
+
+        Raises:
+            TypeError: a block of the host's calls the layer with a hidden state.
         """
+        if state is None:
+            raise TypeError(FOREIGN_BLOCK)
         try:
             if ATTENTION in parts:
                 state = step(

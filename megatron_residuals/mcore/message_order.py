@@ -46,8 +46,17 @@ class MessageOrder:
             }
 
     def next(self, direction: str, verb: str) -> Message:
-        """The next message that is received or sent (``verb``) in a direction."""
+        """The next message that is received or sent (``verb``) in a direction.
+
+        Raises:
+            RuntimeError: the table has no such message left.
+        """
         key = (direction, verb)
+        if self._queues is not None and not self._queues[key]:
+            raise RuntimeError(
+                f"the schedule wants to {verb} a {direction} message more than its table has; its "
+                "get_schedule_table was not called for this step, or it walks in another order"
+            )
         boundary = self._constant[key] if self._queues is None else self._queues[key].popleft()
         micro_batch = self._counts[direction, verb, boundary]
         self._counts[direction, verb, boundary] += 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Before the first message, neighbouring pipeline ranks make sure that they mean the same thing.
+"""Before the first message, ranks make sure that all are there and neighbours mean the same thing.
 
 Point-to-point transports check at most the number of bytes: two ranks that disagree about a payload
 hang, or compute with a truncated one. So every rank publishes what it is about to send and expect
@@ -21,7 +21,7 @@ from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.plan import TransferPlan
 
-WAIT_FOR_NEIGHBOUR = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=10)
 
 Terms = dict[str, Any]
 
@@ -41,6 +41,37 @@ def terms(
         "row_shape": None if row_shape is None else list(row_shape),
         "rows": {str(boundary.stage): boundary.rows for boundary in plan.boundaries},
     }
+
+
+def meet(number: int) -> None:
+    """Wait until every rank of the world is here, about to make process groups together.
+
+    Args:
+        number: which meeting of this process it is; the same on all ranks.
+
+    Raises:
+        RuntimeError: some ranks did not come within ten minutes; names them.
+    """
+    store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    key = f"megatron_residuals/meeting/{number}"
+    store.set(f"{key}/{rank}", "here")
+    if store.add(f"{key}/count", 1) == size:
+        store.set(f"{key}/all", "here")
+    if not _appears(store, f"{key}/all"):
+        missing = [other for other in range(size) if not store.check([f"{key}/{other}"])]
+        raise RuntimeError(
+            f"ranks {missing} did not build a model with a residual within {PATIENCE} of rank "
+            f"{rank}, and all must; start every rank with the same spec and options"
+        )
+
+
+def _appears(store: dist.Store, key: str) -> bool:
+    """Whether somebody sets a key in time."""
+    try:
+        store.wait([key], PATIENCE)
+    except RuntimeError:  # each kind of store has its own error for a time that is over
+        return bool(store.check([key]))
+    return True
 
 
 def agree(pp_group: dist.ProcessGroup, serial: int, mine: Terms) -> None:
@@ -72,14 +103,11 @@ def agree(pp_group: dist.ProcessGroup, serial: int, mine: Terms) -> None:
 
 
 def _read(store: dist.Store, key: str, neighbour: int) -> Terms:
-    try:
-        store.wait([key], WAIT_FOR_NEIGHBOUR)
-    except dist.DistStoreError as error:
+    if not _appears(store, key):
         raise RuntimeError(
-            f"pipeline rank {neighbour} did not tell its transfer plan within "
-            f"{WAIT_FOR_NEIGHBOUR}; is its model built with a residual spec, and its "
+            f"pipeline rank {neighbour} did not tell its transfer plan within {PATIENCE}; is its "
             "P2PCommunicator ours (see the start-up report)?"
-        ) from error
+        )
     return json.loads(store.get(key))
 
 

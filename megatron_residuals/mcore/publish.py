@@ -51,7 +51,7 @@ class Publisher:
         if self._journal is None:
             self._journal = self._start()
         line = dataclasses.asdict(record)
-        self._journal.write("step", {"time": time.time(), **line})
+        self._journal.write("step", {"time": int(time.time()), **line})
         scalars = scalars_of(record, self._mechanism)
         if global_args() is not None and tensorboard_writer() is None:
             # Megatron gives its own to wandb only beside TensorBoard
@@ -72,10 +72,9 @@ class Publisher:
         self._sinks = [sink for sink in found if sink is not None]
         for sink in self._sinks:
             sink.start(self._header)
-        where = ", ".join([str(journal.path), *(type(s).__name__ for s in self._sinks)])
-        text = (
-            f"megatron_residuals: figures of every {self._header['interval']}. step go to {where}"
-        )
+        where = ", ".join([str(journal.path), *(sink.name for sink in self._sinks)])
+        interval = self._header["interval"]
+        text = f"megatron_residuals: figures of the residual, every {interval} steps: {where}"
         print(text, flush=True) if global_args() is not None else logger.info("%s", text)
         return journal
 
@@ -100,7 +99,7 @@ def header_of(route: Route, config: Any) -> dict[str, Any]:
     residual, layout = route.residual, route.plan.layout
     return {
         "format": FORMAT,
-        "time": time.time(),
+        "time": int(time.time()),
         "version": __version__,
         "megatron_core": str(host_version()),
         "config": str(residual),

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import stage_layout
 from megatron_residuals.mcore.late import Inbox, Message, Outbox
+from megatron_residuals.mcore.message_order import MessageOrder, ScheduleTable
 from megatron_residuals.mcore.wire import Wire, open_wire
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.source_cache import SourceCache
@@ -29,7 +30,8 @@ class Route:
     """The path of a micro-batch through the pipeline, as seen from one rank.
 
     received_bytes counts what arrived in this step by (direction, boundary), direction being
-    "forward" or "backward" and the boundary the stage behind the hop.
+    "forward" or "backward" and the boundary the stage behind the hop. order is that of the
+    messages of this step, announced the table of an interleaved step that is about to begin.
     """
 
     residual: ResidualConfig
@@ -45,17 +47,28 @@ class Route:
     attended: bool = False
     agreed: bool = False
     serial: int = 0
+    order: MessageOrder | None = None
+    announced: ScheduleTable | None = None
     _forwards: Counter[int] = field(default_factory=Counter)
 
-    def begin_step(self) -> None:
+    def begin_step(self, table: ScheduleTable | None = None) -> None:
         """Start a step with nothing of the last one, which may have raised or only run forward."""
-        self.attended = True
+        self.order = MessageOrder(self.plan.layout, self.rank, table)
+        self.announced = None
         self.outbox.drain()
         self.inbox.clear()
         self.cache.clear()
         self._forwards.clear()
         self._last_training_bytes = self.training_bytes
         self.received_bytes = Counter()
+
+    def begin_announced_step(self) -> None:
+        """Start the interleaved step whose first pass or message is due; in its midst do nothing.
+
+        A table that was announced for another model stays until this one's next is announced.
+        """
+        if self.announced is not None and self.plan.layout.num_chunks > 1:
+            self.begin_step(self.announced)
 
     def count(self, message: Message, payload: Tensor) -> None:
         """Count the bytes of a payload that arrived, or is about to."""
@@ -82,6 +95,7 @@ class Route:
                 "one row. Leave p2p_communicator= to the schedules, or pass a "
                 "ResidualP2PCommunicator; and import megatron_residuals.specs before the first step"
             )
+        self.begin_announced_step()
         self._forwards[stage] += 1
         return self._forwards[stage] - 1
 
@@ -104,7 +118,8 @@ def route_for(
 ) -> Route:
     """The route of the model that ``config`` belongs to, made by its first block.
 
-    Collective over all ranks the first time, when there is more than one pipeline rank.
+    Collective over all ranks the first time, when there is more than one pipeline rank. With one
+    there is one block, and no schedule that would look for its route: models may share a config.
 
     Args:
         chunk: virtual chunk of the block on its rank.
@@ -114,12 +129,13 @@ def route_for(
     """
     num_ranks = pp_group.size()
     wire = open_wire(pp_group) if num_ranks > 1 else None
-    route = route_of(config) or _route_without(chunk, wire)
+    route = None if wire is None else route_of(config) or _route_without(chunk, wire)
     if route is None or route.residual != residual:
         if route is not None and len(route.blocks) > 0:
             raise ValueError(
                 f"one model, two residual configurations: {route.residual} and {residual}; "
-                "give every chunk the same spec"
+                "give every chunk the same spec, and another model a TransformerConfig of its own "
+                "(dataclasses.replace(config) makes one, a copy does not)"
             )
         route = Route(residual, plan_transfer(residual, config, num_ranks), pp_group.rank(), wire)
         if wire is not None:
@@ -144,6 +160,15 @@ def _route_without(chunk: int, wire: Wire | None) -> Route | None:
 def route_of(config: Any) -> Route | None:
     """The route of a host config, or None for a model with its stock residual."""
     return getattr(config, ATTRIBUTE, None)
+
+
+def announce(table: ScheduleTable) -> None:
+    """Tell in which order the interleaved step that begins now runs its passes.
+
+    The schedule does not say to whom it belongs: to the model that makes the next pass.
+    """
+    for route in _live:
+        route.announced = table
 
 
 def live_routes() -> list[Route]:

@@ -22,6 +22,9 @@ from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.layer import ResidualTransformerLayer, residual_layer_class
 
 RESIDUAL = "residual"  # the parameter of a layer spec that carries the configuration
+# Options with which the host builds other layers than those of its block spec.
+OTHER_LAYERS = ("experimental_attention_variant",)
+OTHER_DENSE_LAYERS = ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp")
 SpecT = TypeVar("SpecT")
 
 
@@ -122,12 +125,13 @@ def _stock_block(
     config: Any, vp_stage: int | None, pp_rank: int | None
 ) -> TransformerBlockSubmodules:
     """What the host's GPT builder would take for this configuration."""
-    variant = getattr(config, "experimental_attention_variant", None)
-    if variant is not None:
-        raise ValueError(
-            f"experimental_attention_variant = {variant!r} has layer specs of its own; build them "
-            "and pass them through megatron_residuals.specs.residual_spec(base_spec, config)"
-        )
+    for name in OTHER_LAYERS if config.num_moe_experts else OTHER_LAYERS + OTHER_DENSE_LAYERS:
+        value = getattr(config, name, None)
+        if value:
+            raise ValueError(
+                f"{name} = {value!r} has layer specs of its own; build them and pass them through "
+                "megatron_residuals.specs.residual_spec(base_spec, config)"
+            )
     return get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",

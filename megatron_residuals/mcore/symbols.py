@@ -78,9 +78,13 @@ SYMBOLS = (
         "replaced",
     ),
     _symbol("dist_checkpointing.load", "sharded_state_dict checkpoint_dir strict", "replaced"),
-    _symbol("dist_checkpointing.ShardedObject", "key data replica_id", "holds the settings"),
     _symbol("dist_checkpointing.mapping.ShardedTensor", "key data", "read in requests"),
-    _symbol("dist_checkpointing.mapping.ShardedObject", "key data", "read in requests"),
+    _symbol(
+        "dist_checkpointing.mapping.ShardedObject",
+        "key data replica_id",
+        "holds the settings, read in requests",
+    ),
+    _symbol("dist_checkpointing.mapping.ShardedBase", "", "read in requests"),
     _symbol("dist_checkpointing.mapping.ShardedTensorFactory.build", "", "read in requests"),
     _symbol("dist_checkpointing.mapping.LocalNonpersistentObject", "obj", "keeps initial values"),
     _symbol("dist_checkpointing.dict_utils.nested_values", "x", "reads requests"),
@@ -157,6 +161,12 @@ SYMBOLS = (
         f"{_TRAINING}.training.get_megatron_optimizer_config",
         ("args",),
         "replaced: --residual-lr-mult, --residual-wd-mult",
+        optional=True,
+    ),
+    HostSymbol(
+        f"{_TRAINING}.training.setup_model_and_optimizer",
+        (),
+        "replaced: sees that the model has its residual (python -m megatron_residuals.run)",
         optional=True,
     ),
 )

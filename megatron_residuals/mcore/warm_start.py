@@ -30,8 +30,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_residuals.interchange.names import (
-    OPTIMIZER,
     is_model_key,
+    is_of_residual,
     is_residual_key,
     missing_keys,
 )
@@ -114,7 +114,7 @@ def keep_initial_values(
 
 
 def _is_new(key: str) -> bool:
-    return is_residual_key(key.removeprefix(OPTIMIZER)) or f".{RECORD}." in key
+    return is_of_residual(key) or f".{RECORD}." in key
 
 
 def _is_of_residual(sharded_state_dict: Any) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_residuals.mcore import preflight
 from megatron_residuals.mcore.compat import group_timeout
 
 
@@ -86,6 +87,7 @@ def open_wire(pp_group: dist.ProcessGroup) -> Wire:
         _world = dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(pp_group))
     if members not in _wires:
+        preflight.meet(len(_wires))
         _wires[members] = _make_wire(pp_group, members)
     return _wires[members]
 

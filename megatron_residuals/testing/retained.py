@@ -76,6 +76,8 @@ def _toy(plan: MemoryPlan, dtype: str) -> ToyGPT:
         overrides["num_query_groups"] = sizes.query_groups
     if sizes.gated:
         overrides |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    if plan.group_size is not None:
+        overrides["microbatch_group_size_per_vp_stage"] = plan.group_size
     if layout.num_ranks > 1:
         overrides["pipeline_model_parallel_layout"] = layout_text(layout)
     if dtype in ("bf16", "fp16"):

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure
+
 from megatron_residuals.cli import main
 from megatron_residuals.commands.report import EXAMPLES
 from megatron_residuals.config import MECHANISMS, ResidualConfig
 from megatron_residuals.diagnostics import journal, page, panels
 from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.diagnostics.heatmap import draw_heatmap
 from megatron_residuals.diagnostics.records import Record
 from megatron_residuals.pipeline.plan import StageLayout, TransferPlan
 
@@ -38,7 +42,8 @@ def made_up(mechanism: str, iteration: int) -> Record:
         if metric.columns is None:
             series[name] = values
         else:
-            matrices[name] = [[value, math.nan] for value in values]
+            row = 4 if metric.columns == "stream pair" else 2
+            matrices[name] = [[value, math.nan] * (row // 2) for value in values]
     losses = {i: {"lm loss": 5.0 - 0.1 * i} for i in range(max(1, iteration - 9), iteration + 1)}
     return Record(iteration, series, matrices, losses)
 
@@ -132,6 +137,57 @@ def test_panels_are_laid_out_without_overlap() -> None:
     places, num_rows = page._arrange(chosen)
     assert places == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 1)]
     assert num_rows == 3
+
+
+def axes_after(draw: Callable[[Any], None]) -> Any:
+    axes = Figure().subplots()
+    draw(axes)
+    return axes
+
+
+def labels(ticks: Any) -> list[str]:
+    return [tick.get_text() for tick in ticks]
+
+
+def test_gains_that_are_one_up_to_rounding_are_drawn_as_a_level_line(tmp_path: Path) -> None:
+    writer = journal.JournalWriter(write_run(tmp_path, "mhc", ()))
+    series = {"mhc/composite_forward": [1 - 1e-7, 1, 1, 1 + 1e-7, 1, 1]}
+    writer.write("step", dataclasses.asdict(Record(1, series)))
+    forward, *_ = page._of_streams(journal.read(tmp_path), "mhc")
+    low, high = axes_after(forward.draw).get_ylim()
+    assert high - low > 0.1
+
+
+def test_streams_that_are_nearly_equal_are_told_from_copies(tmp_path: Path) -> None:
+    # as a cosine on a linear axis, both are a line at one
+    writer = journal.JournalWriter(write_run(tmp_path, "mhc", ()))
+    for iteration, cosine in ((1, 1.0), (2, 0.9999), (3, 0.99)):
+        series = {"mhc/stream_cosine": [cosine] * 6}
+        writer.write("step", dataclasses.asdict(Record(iteration, series)))
+    axes = axes_after(lambda axes: panels.draw_stream_distance(axes, journal.read(tmp_path)))
+    distances, limit = (line.get_ydata() for line in axes.lines)
+    assert list(distances) == pytest.approx([panels.SMALLEST_DISTANCE, 1e-4, 1e-2])
+    assert limit[0] == pytest.approx(1e-3) and axes.get_yscale() == "log"
+
+
+def test_mixing_matrices_are_drawn_as_matrices_from_the_first_sublayer_to_the_last() -> None:
+    rows = [[i + 0.1, i + 0.2, i + 0.3, i + 0.4] for i in range(40)]
+    metric = metrics_of("mhc")["mhc/mixing"]
+    axes = axes_after(lambda axes: draw_heatmap(axes, rows, metric, 40))
+    cells = axes.images[0].get_array().filled(math.nan)
+    assert cells[1:3, :2].tolist() == [[0.1, 0.2], [0.3, 0.4]]
+    assert cells[-2:, -2:].tolist() == [[39.1, 39.2], [39.3, 39.4]]
+    assert math.isnan(cells[1, 2]) and all(math.isnan(value) for value in cells[0])
+    names = [text for text in labels(axes.texts) if " " in text]
+    assert len(names) == 12 and (names[0], names[-1]) == ("0 attn", "19 MLP")
+
+
+def test_sources_are_called_by_what_they_are() -> None:
+    metric = metrics_of("attnres")["attnres/weights"]
+    for columns, last in ((5, "1 MLP"), (3, "block 2")):
+        rows = [[0.2] * columns] * 5
+        axes = axes_after(lambda axes, rows=rows: draw_heatmap(axes, rows, metric, 4))
+        assert labels(axes.get_xticklabels())[:: columns - 1] == ["embedding", last]
 
 
 def test_smoothing_gives_one_mean_for_each_full_window() -> None:

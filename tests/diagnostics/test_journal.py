@@ -67,6 +67,19 @@ def test_after_a_restart_the_later_start_and_the_later_step_count(tmp_path: Path
     assert run.over_time("residual/output_rms")[4][0] == 7
 
 
+def test_what_lay_ahead_of_a_restart_or_belongs_to_a_run_before_is_left_out(tmp_path: Path) -> None:
+    # Another mechanism tried in the same folder was drawn with the tail of the longer run before.
+    write(tmp_path, *map(record, (1, 10, 20, 30)))
+    write(tmp_path, record(16), record(20, scale=7.0))  # from the checkpoint of iteration 15
+    resumed = journal.read(tmp_path)
+    assert list(resumed.steps) == [1, 10, 16, 20]
+    assert resumed.over_time("residual/output_rms")[20][0] == 7
+    assert list(resumed.losses["lm loss"]) == [0, 1, 9, 10, 15, 16, 19, 20]
+    write(tmp_path, record(1, scale=9.0))
+    anew = journal.read(tmp_path)
+    assert (list(anew.steps), list(anew.losses["lm loss"])) == ([1], [0, 1])
+
+
 def test_a_run_is_found_by_its_file_its_folder_or_a_folder_above(tmp_path: Path) -> None:
     path = write(tmp_path / "a" / "b", record(1)).path
     for given in (path, path.parent, tmp_path):
@@ -88,9 +101,9 @@ def test_scalars_have_a_summary_and_global_places_and_only_numbers() -> None:
     scalars = scalars_of(record(4), "mhc")
     assert scalars == {
         "residual/output_rms_max": 2.0,
-        "residual/output_rms_layer_0_attention": 1.0,
-        "residual/output_rms_layer_0_mlp": 2.0,
-        "residual/output_rms_layer_1_mlp": 0.1 + 0.2,
+        "residual_detail/output_rms_layer_0_attention": 1.0,
+        "residual_detail/output_rms_layer_0_mlp": 2.0,
+        "residual_detail/output_rms_layer_1_mlp": 0.1 + 0.2,
     }
 
 

@@ -32,7 +32,7 @@ def test_tensorboard_gets_numbers_pictures_and_the_plan(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         sink = sinks.TensorBoardSink(writer)
         sink.start(HEADER)
-        sink.scalars({"attnres/peak_mean": 0.5, "residual/hidden_rms_output": 2.0}, 7)
+        sink.scalars({"attnres/peak_mean": 0.5, "residual_detail/hidden_rms_output": 2.0}, 7)
         sink.images(pictures(), 7)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -81,10 +81,12 @@ def test_a_sink_that_fails_is_reported_and_does_not_stop_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken:
+        name = "broken"
+
         def scalars(self, values: Any, iteration: int) -> None:
             raise OSError("disk full")
 
     with caplog.at_level(logging.WARNING):
         sinks.send(Broken(), "scalars", {}, 5)  # type: ignore[arg-type]
-    assert "Broken did not take scalars of iteration 5" in caplog.text
+    assert "broken did not take scalars of iteration 5" in caplog.text
     assert "disk full" in caplog.text

@@ -175,8 +175,9 @@ def test_the_heatmap_leaves_sources_that_do_not_exist_yet_empty(runs: Path) -> N
     (image,) = axes.get_images()
     grid = np.ma.filled(image.get_array(), np.nan)
     np.testing.assert_array_equal(grid, WEIGHTS)
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["1 attention", "1 MLP", "output"]
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["embedding", "block 1", "block 2"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["0 attn", "0 MLP", "output"]
+    # a block for each sublayer, which is what Full AttnRes calls its sources
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["embedding", "0 attn", "0 MLP"]
 
 
 def test_the_picture_has_a_heatmap_only_for_runs_with_depth_attention(runs: Path) -> None:

@@ -53,8 +53,9 @@ def option(words: list[str], name: str) -> str:
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_a_stock_launch_differs_by_the_module_and_the_residual_flags(device: str) -> None:
-    stock = dry_run(RESIDUAL="none", DEVICE=device)
-    ours = dry_run(RESIDUAL="mhc", RESIDUAL_OPTIONS="--residual-streams 2", DEVICE=device)
+    stock = dry_run(RESIDUAL="none", DEVICE=device, RUN_DIR="/run")
+    options = "--residual-streams 2"
+    ours = dry_run(RESIDUAL="mhc", RESIDUAL_OPTIONS=options, DEVICE=device, RUN_DIR="/run")
     changes = [line for line in difflib.ndiff(stock, ours) if line[0] in "+-"]
     module = [f"+ {word}" for word in MODULE] if device == "gpu" else []  # cpu: it maps CUDA too
     flags = ["--residual", "mhc", "--residual-streams", "2"]

@@ -194,7 +194,12 @@ def test_a_prediction_is_of_the_command_that_would_be_run() -> None:
         ({"PP": "3"}, "8 GPUs are no multiple of the 3 of one replica"),
         ({"GLOBAL_BATCH_SIZE": "6"}, "GLOBAL_BATCH_SIZE 6 is no multiple of 4"),
         ({"NUM_LAYERS": "23"}, "do not divide into 2 ranks x 2 chunks"),
-        ({"RESIDUAL": "mch"}, "mechanism is 'mch'; allowed: residual, hc, mhc"),
+        ({"RESIDUAL": "mch"}, "invalid choice: 'mch' (choose from "),
+        (
+            {"RESIDUAL": "mhc", "RESIDUAL_OPTIONS": "--residual-stream 2"},
+            "flags: --residual-stream",
+        ),
+        ({"RESIDUAL": "hc", "RESIDUAL_OPTIONS": "--no-residual-hc"}, "flags: --no-residual-hc"),
         ({"RESIDUAL": "mhc", "RESIDUAL_OPTIONS": "--residual-streams 0"}, "streams is 0"),
     ],
 )
@@ -255,6 +260,35 @@ def test_launches_with_checkpoints_go_on_in_one_wandb_run(tmp_path: Path) -> Non
     assert first.isalnum() and len(first) == 12
     (given,) = wandb_ids(tmp_path, 1, CHECKPOINT_PATH="/ckpt", WANDB_RUN_ID="mine")
     assert [given, *wandb_ids(tmp_path, 1, CHECKPOINT_PATH="/ckpt")] == ["mine", "mine"]
+
+
+def test_two_runs_share_neither_logs_nor_their_wandb_run_unless_told_to(tmp_path: Path) -> None:
+    # By default both had the same folder: the second went on in the first one's wandb run.
+    write_command(
+        tmp_path / "bin", "python", 'echo "$WANDB_RUN_ID $MEGATRON_RESIDUALS_LOG_DIR"; echo "$@"'
+    )
+    found = []
+    for name in ("plain", "mhc"):
+        result = launch(
+            "pretrain.sh",
+            PYTHON=str(tmp_path / "bin" / "python"),
+            WANDB_PROJECT="p",
+            CHECKPOINT_PATH=str(tmp_path / name),
+        )
+        run_id, folder, *words = shlex.split(result.stdout)
+        assert folder == str(tmp_path / name)
+        assert option(words, "--tensorboard-dir") == f"{folder}/tensorboard"
+        found.append(run_id)
+    assert found[0] != found[1]
+
+
+def test_without_checkpoints_logs_go_to_a_folder_named_after_the_run() -> None:
+    for variables in ({}, {"CHECKPOINT_PATH": "msc://bucket/run"}):
+        (words,) = dry_run("pretrain.sh", RESIDUAL="mhc", **variables)
+        assert option(words, "--tensorboard-dir").endswith("/runs/mhc/tensorboard")
+    job = {"SLURM_JOB_NAME": "a", "SLURM_JOB_ID": "7"}
+    _, words = dry_run("slurm.sh", **job)
+    assert option(words, "--tensorboard-dir") == f"{ROOT}/runs/a-7/tensorboard"
 
 
 def test_launches_that_start_anew_get_a_wandb_run_each(tmp_path: Path) -> None:

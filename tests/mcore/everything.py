@@ -112,8 +112,9 @@ def source_figures(all_: Everything, index: int, max_sources: int) -> dict[str, 
     }
 
 
-def composites(all_: Everything, num_tokens: int) -> dict[str, list[float]]:
-    """Products through and from every sublayer, of the first micro-batch's tokens, by loops."""
+def composites(all_: Everything, num_tokens: int) -> dict[str, Any]:
+    """Products through and from every sublayer, of the first micro-batch's tokens, by loops; and
+    what is multiplied."""
     per_layer = [
         all_.pending[i][0].h_res.detach().flatten(0, 1)[:num_tokens]
         for i in range(len(all_.modules) - 1)
@@ -124,4 +125,5 @@ def composites(all_: Everything, num_tokens: int) -> dict[str, list[float]]:
         down = functools.reduce(lambda product, h: h @ product, per_layer[i:])
         forward.append(up.sum(2).abs().max(1).values.mean().item())
         backward.append(down.sum(1).abs().max(1).values.mean().item())
-    return {"composite_forward": forward, "composite_backward": backward}
+    mixing = [h.mean(0).flatten().tolist() for h in per_layer]
+    return {"composite_forward": forward, "composite_backward": backward, "mixing": mixing}

@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
 
+from megatron_residuals.mcore import preflight
 from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
 from megatron_residuals.mcore.message_order import MessageOrder
 from megatron_residuals.mcore.route import live_routes
 from megatron_residuals.pipeline.source_cache import SourceCache
-from megatron_residuals.testing import RankFailure, assert_close, run_ranks
+from megatron_residuals.testing import RankFailure, assert_close, run_ranks, toy_gpt
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import (
     ToyGPT,
@@ -24,6 +26,7 @@ from megatron_residuals.testing.toy_gpt import (
     run_toy,
     setup_parallel,
     train_step,
+    transformer_config,
 )
 from megatron_residuals.testing.toy_weights import full_grads
 
@@ -68,6 +71,32 @@ def test_neighbours_with_different_plans_both_refuse_before_anything_is_sent(toy
     assert "hop into stage 1 (pipeline rank 1, chunk 0): rank 0 expects" in message
     assert "hop into stage 1 (pipeline rank 1, chunk 0): rank 1 expects" in message
     assert "block_sublayers=1" in message and "block_sublayers=2" in message
+
+
+def one_rank_without_a_residual(toy: ToyGPT) -> None:
+    preflight.PATIENCE = timedelta(seconds=1)
+    setup_parallel(toy)
+    stock = torch.distributed.get_rank() == 1
+    train_step(build_chunks(toy, None if stock else spec_for(BLOCKS)), toy)
+
+
+def test_a_rank_that_builds_the_stock_model_is_named_by_the_others() -> None:
+    with pytest.raises(RankFailure, match=r"ranks \[1\] did not build a model with a residual"):
+        run_ranks(2, one_rank_without_a_residual, ToyGPT(pp=2), timeout_s=20)
+
+
+def one_rank_with_the_stock_communicator(toy: ToyGPT) -> None:
+    preflight.PATIENCE = timedelta(seconds=1)
+    setup_parallel(toy)
+    chunks = build_chunks(toy, spec_for(BLOCKS))
+    if torch.distributed.get_rank() == 1:
+        schedules.P2PCommunicator = ResidualP2PCommunicator.__bases__[0]
+    train_step(chunks, toy)
+
+
+def test_a_neighbour_that_is_never_asked_for_its_plan_is_named() -> None:
+    with pytest.raises(RankFailure, match="pipeline rank 1 did not tell its transfer plan"):
+        run_ranks(2, one_rank_with_the_stock_communicator, ToyGPT(pp=2), timeout_s=20)
 
 
 def batches_differ(toy: ToyGPT) -> None:
@@ -130,6 +159,27 @@ def stock_communicator(toy: ToyGPT) -> None:
 def test_a_pipeline_without_our_communicator_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(RankFailure, match="the pipeline runs without ResidualP2PCommunicator"):
         run_ranks(2, stock_communicator, ToyGPT(pp=2), timeout_s=20)
+
+
+def models_of_one_config(toy: ToyGPT, *residuals: str) -> list[ToyResult]:
+    setup_parallel(toy)
+    config = transformer_config(toy)
+    toy_gpt.transformer_config = lambda _: config
+    models = [build_chunks(toy, spec_for(residual)) for residual in residuals]
+    return [ToyResult(train_step(chunks, toy), full_grads(chunks)) for chunks in models]
+
+
+def test_models_without_a_pipeline_may_share_a_config() -> None:
+    (results,) = run_ranks(1, models_of_one_config, ToyGPT(), BLOCKS, "mhc()", BLOCKS)
+    for residual, result in zip((BLOCKS, "mhc()", BLOCKS), results, strict=True):
+        expected = run_toy(ToyGPT(), spec_for(residual))
+        assert result.losses == expected.losses
+        assert all(torch.equal(result.grads[name], grad) for name, grad in expected.grads.items())
+
+
+def test_models_of_a_pipeline_that_share_a_config_but_no_residual_are_refused() -> None:
+    with pytest.raises(RankFailure, match="another model a TransformerConfig of its own"):
+        run_ranks(2, models_of_one_config, ToyGPT(pp=2), BLOCKS, "mhc()", timeout_s=20)
 
 
 def mixed_steps(toy: ToyGPT) -> tuple[ToyResult, list[list[float]]]:

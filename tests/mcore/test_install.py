@@ -123,14 +123,14 @@ def test_a_missing_symbol_is_named_with_the_version_and_nothing_is_replaced(
 
 
 class Other:
-    """Another plugin's communicator."""
+    """What another plugin puts in the place of a class of the host's."""
 
 
-@pytest.mark.parametrize("other", [Other, lambda pp_group, config: Other()], ids=["class", "maker"])
-def test_another_plugin_on_the_communicator_is_refused(
-    state: str, monkeypatch: pytest.MonkeyPatch, other: Any
+@pytest.mark.parametrize("seam", seams.SEAMS[:2], ids=lambda seam: seam.name)
+@pytest.mark.parametrize("other", [Other, lambda *args: Other()], ids=["class", "maker"])
+def test_another_plugin_on_the_block_or_the_communicator_is_refused(
+    state: str, monkeypatch: pytest.MonkeyPatch, seam: seams.Seam, other: Any
 ) -> None:
-    seam = seams.SEAMS[1]
     monkeypatch.setattr(importlib.import_module(seam.module), seam.attribute, other)
     stock = symbols()
     with pytest.raises(RuntimeError, match="another plugin replaced it"):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,25 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_residuals import ResidualConfig
 from megatron_residuals.mcore.block import ResidualTransformerBlock
 from megatron_residuals.mcore.layer import ResidualTransformerLayer, residual_layer_class
+from megatron_residuals.mcore.spec import block_submodules
 from megatron_residuals.specs import residual_spec
 from megatron_residuals.testing import assert_close, run_ranks
-from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, run_toy, setup_parallel
+from megatron_residuals.testing.toy_gpt import (
+    ToyGPT,
+    build_chunks,
+    run_toy,
+    setup_parallel,
+    transformer_config,
+)
 
 pytestmark = pytest.mark.host
 
@@ -92,6 +103,43 @@ def test_a_users_own_layer_class_is_subclassed_once() -> None:
 def test_a_spec_of_another_kind_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError):
         residual_spec(wrong, ResidualConfig("hc"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "experimental_attention_variant",
+        "use_transformer_engine_op_fuser",
+        "use_grouped_gemm_for_dense_mlp",
+    ],
+)
+def test_a_name_refuses_options_whose_layers_it_would_not_build(option: str) -> None:
+    config = SimpleNamespace(num_moe_experts=None, **{option: "dsa"})
+    spec = import_module(["megatron_residuals.specs", "mhc"])
+    with pytest.raises(ValueError, match=f"{option} = 'dsa' has layer specs of its own"):
+        block_submodules(spec, config, None, None)
+
+
+def in_a_block_of_the_hosts() -> list[str]:
+    toy, said = ToyGPT(num_layers=1), []
+    setup_parallel(toy)
+    config = transformer_config(toy)
+    by_name = import_module(["megatron_residuals.specs", "mhc"])
+    by_hand = residual_spec(get_gpt_layer_local_spec(), ResidualConfig("mhc"))
+    for spec in (by_name, by_hand):
+        with pytest.raises(TypeError) as error:
+            block = TransformerBlock(config, spec)
+            block(torch.randn(4, 1, toy.hidden_size, dtype=toy.dtype), None)
+        said.append(str(error.value))
+    ours = ResidualTransformerBlock(config, by_hand)
+    hidden = torch.randn(4, 1, toy.hidden_size, dtype=toy.dtype)
+    assert ours(hidden, None).shape == hidden.shape
+    return said
+
+
+def test_a_model_that_builds_its_block_itself_is_told_what_to_build() -> None:
+    (said,) = run_ranks(1, in_a_block_of_the_hosts)
+    assert all("build a megatron_residuals.mcore.block.Residual" in text for text in said), said
 
 
 MOE = dict(

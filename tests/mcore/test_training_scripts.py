@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+import megatron.core
 import pytest
 import torch
 from torch.distributed import checkpoint
@@ -227,6 +228,48 @@ def test_the_runner_adds_the_flags_reports_once_and_resumes_where_it_saved(tmp_p
     # is another one after resuming; from the third line on a line is of its iteration alone.
     assert resumed.iterations[4].loss == whole.iterations[4].loss
     assert len({figures.loss for figures in whole.iterations.values()}) == 4
+
+
+def test_the_megatron_beside_the_script_is_the_one_that_runs(tmp_path: Path) -> None:
+    # A checkout of Megatron-LM, started from elsewhere, where another Megatron is installed: the
+    # runner imported that one first, and trained with it.
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    checkout.mkdir()
+    elsewhere.mkdir()
+    (checkout / "megatron").symlink_to(Path(megatron.core.__file__).parents[1])
+    script = checkout / "pretrain_gpt.py"
+    script.write_text(
+        "import sys, megatron.core, megatron.training.arguments as arguments\n"
+        "print('host', megatron.core.__file__)\nprint('flags', arguments.__file__)\n"
+        "print('path', sys.path[0])\n"
+    )
+    done = run(elsewhere, [*RUNNER, "--cpu-host", str(script), "--residual", "mhc"])
+    assert done.status == 0, done.log[-4000:]
+    assert f"host {checkout}/megatron/core/" in done.log
+    assert f"flags {checkout}/megatron/training/" in done.log
+    assert f"path {checkout}\n" in done.log
+
+
+# A script that builds its layers itself: as if it had never heard of --spec.
+DEAF = f"""
+import sys
+at = sys.argv.index("--spec")
+del sys.argv[at : at + 3]
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import pretrain_gpt
+pretrain_gpt.main()
+"""
+
+
+def test_a_script_that_does_not_read_the_spec_ends_instead_of_training_a_plain_model(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "deaf.py").write_text(DEAF)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run(tmp_path, [*launch, *RUNNER, "--cpu-host", "deaf.py", *TOY, "--residual", "mhc"])
+    assert done.status != 0
+    assert "ValueError: a residual was asked for, but the script has built a model" in done.log
+    assert not done.lines
 
 
 def test_flags_that_contradict_each_other_end_the_run_before_it_starts(tmp_path: Path) -> None:

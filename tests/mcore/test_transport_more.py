@@ -15,12 +15,15 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_pipeline_model_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
 from megatron_residuals.mcore.route import live_routes
 from megatron_residuals.mcore.spec import replace_residual
-from megatron_residuals.testing import assert_close, run_ranks
+from megatron_residuals.testing import assert_close, run_ranks, toy_gpt
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import (
     ToyGPT,
@@ -259,6 +262,42 @@ def test_models_side_by_side_do_not_disturb_each_other_and_leave_nothing() -> No
     for residual in ranks[0]:
         together = merge([results[residual] for results in ranks])
         assert_equal(together, run_toy(toy, spec_for(residual)), torch.float32, "exact")
+
+
+def own_communicators(toy: ToyGPT, longer: ToyGPT) -> list[ToyResult]:
+    """Steps of two lengths with one communicator, between them an evaluation with another."""
+    setup_parallel(toy)
+    chunks = build_chunks(toy, spec_for(BLOCKS))
+
+    def step(communicator: Any, toy: ToyGPT, **options: Any) -> ToyResult:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        schedule = get_forward_backward_func()
+        toy_gpt.get_forward_backward_func = lambda: functools.partial(
+            schedule, p2p_communicator=communicator, pg_collection=groups
+        )
+        return ToyResult(train_step(chunks, toy, **options), full_grads(chunks))
+
+    training, evaluating = (
+        ResidualP2PCommunicator(get_pipeline_model_parallel_group(), chunks[0].config)
+        for _ in range(2)
+    )
+    first = step(training, toy)
+    with torch.no_grad():
+        step(evaluating, longer, forward_only=True)
+    return [first, step(training, longer), step(training, toy)]
+
+
+# An interleaved step was once announced to the communicator made last, whichever it used.
+@pytest.mark.parametrize("pipeline", [dict(pp=2), INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_a_communicator_of_the_caller_s_own_serves_any_number_of_steps(
+    pipeline: dict[str, Any],
+) -> None:
+    toy, longer = (ToyGPT(num_microbatches=n, **pipeline, **FLOAT64) for n in (4, 6))
+    ranks = run_ranks(2, own_communicators, toy, longer)
+    for index, count in enumerate((4, 6, 4)):
+        expected = one_process(BLOCKS, num_microbatches=count, **FLOAT64)
+        actual = merge([results[index] for results in ranks])
+        assert_equal(actual, expected, torch.float64, "same_math")
 
 
 class PackedAttention(torch.nn.Module):

@@ -237,15 +237,16 @@ def test_keys_of_the_host_that_the_checkpoint_lacks_are_named(tmp_path: Path) ->
     run_ranks(1, start)
 
 
+@pytest.mark.parametrize("optimizer", ["optimizer", "chained_0.optimizer"])
 def test_the_state_of_an_optimizer_cannot_come_from_a_plain_checkpoint(
-    plain: tuple[Path, list[float]],
+    plain: tuple[Path, list[float]], optimizer: str
 ) -> None:
     def start() -> None:
         setup_parallel(toy())
         wanted = request(chunks_of(toy(), "attnres()", seed=2))
         entries = [e for model in wanted.values() for e in model.values()]
         wanted["optimizer"] = [
-            dataclasses.replace(entry, key=f"optimizer.state.exp_avg.{entry.key}")
+            dataclasses.replace(entry, key=f"{optimizer}.state.exp_avg.{entry.key}")
             for entry in entries
             if isinstance(entry, ShardedTensor)
         ]

@@ -88,6 +88,9 @@ DIFFERING: list[tuple[str | None, str, list[str]]] = [
     ),
     # other keys: the host alone would speak of missing ones
     (PAPER, "hc(streams=2)", ["mechanism: saved 'mhc', given 'hc'"]),
+    # no key is missing: the host alone would leave the weights of the mechanism out
+    (PAPER, "residual()", ["mechanism: saved 'mhc', given 'residual'"]),
+    (PAPER, None, ["mechanism: saved 'mhc', given 'residual'"]),
     (BLOCKS, "block_attnres(block_sublayers=2)", ["block_sublayers: saved 3, given 2"]),
     (BLOCKS, "attnres()", ["block_sublayers: saved 3, given 1"]),
     (
@@ -185,16 +188,20 @@ def test_blocks_of_another_length_take_all_weights_over_when_asked(
 
 
 def test_a_plain_state_dict_is_compared_too() -> None:
-    def run() -> tuple[Any, str]:
+    def run() -> tuple[Any, list[str]]:
         chunk = start(ONE, PAPER, PLAIN).chunks[0]
-        state = chunk.state_dict()
+        state, said = chunk.state_dict(), []
         chunk.load_state_dict(state)
-        other = start(ONE, "mhc(streams=2, mhc_convention='dsv4')", PLAIN).chunks[0]
-        with pytest.raises(ValueError) as refusal:
-            # as the host's training loop does after a strict load that failed
-            other.load_state_dict(state, strict=False)
-        return state["decoder.residual_settings._extra_state"], str(refusal.value)
+        for residual in ("mhc(streams=2, mhc_convention='dsv4')", "residual()"):
+            other = start(ONE, residual, PLAIN).chunks[0]
+            with pytest.raises(ValueError) as refusal:
+                # as the host's training loop does after a strict load that failed
+                other.load_state_dict(state, strict=False)
+            said.append(str(refusal.value))
+            other.load_state_dict(other.state_dict())
+        return state["decoder.residual_settings._extra_state"], said
 
-    ((record, message),) = run_ranks(1, run)
+    ((record, (other, plain)),) = run_ranks(1, run)
     assert record["mhc_convention"] == "paper"
-    assert "mhc_convention: saved 'paper', given 'dsv4'" in message
+    assert "mhc_convention: saved 'paper', given 'dsv4'" in other
+    assert "mechanism: saved 'mhc', given 'residual'" in plain
