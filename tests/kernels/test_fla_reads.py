@@ -35,7 +35,7 @@ def install(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
     calls.clear()
 
 
-def test_single_reads_go_through_fla_and_two_phases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fla_reads_for_one_sublayer_and_not_in_two_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, stand_in)
     block = Block.random(3, 2, torch.float32, 4, 2)
     expected, actual = block.one_phase(), block.one_phase(kernels, backend="fla")
