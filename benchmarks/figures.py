@@ -21,12 +21,17 @@ OURS = "ours torch"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw one figure."""
+    args = parse(argv)
+    draw(json.loads(args.record.read_text()), args.figure)
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Where to read and to write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures")
     parser.add_argument("record", type=Path, help="what benchmarks.kernels wrote with --json")
     parser.add_argument("figure", type=Path, help="the picture to write, e.g. mhc.png")
-    args = parser.parse_args(argv)
-    draw(json.loads(args.record.read_text()), args.figure)
-    return 0
+    return parser.parse_args(argv)
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:

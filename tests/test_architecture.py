@@ -61,6 +61,7 @@ FLOORS = {
     "specs": floor(6, "torch megatron"),
     "run": floor(6, "torch megatron"),
     "cli": floor(6, "", "torch megatron matplotlib numpy"),
+    "__main__": floor(6),
     "commands": floor(6, "", "torch megatron matplotlib numpy"),
 }
 

@@ -209,7 +209,7 @@ def test_a_wheel_that_would_run_make_without_a_makefile_is_a_problem_on_a_gpu_on
 def test_without_torch_and_megatron_it_says_what_to_install() -> None:
     # -S: no site-packages
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "megatron_residuals.cli", "doctor"],
+        [sys.executable, "-S", "-m", "megatron_residuals", "doctor"],
         cwd=ROOT,
         env={"PYTHONPATH": ""},
         capture_output=True,

@@ -189,7 +189,7 @@ def test_a_reader_that_stops_early_gets_no_traceback() -> None:
     # 95 hops of up to 192 sources: more than a pipe holds, so the writer meets the closed end.
     command = "plan --layers 96 --block-sublayers 1 --pp 8 --vpp 12 --json"
     with subprocess.Popen(
-        [sys.executable, "-m", "megatron_residuals.cli", *shlex.split(command)],
+        [sys.executable, "-m", "megatron_residuals", *shlex.split(command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
