@@ -90,9 +90,7 @@ class Shell:
         self.folder = folder
         if not (tools / "megatron-residuals").exists():  # the package is not installed here
             script = folder / "megatron-residuals"
-            script.write_text(
-                f'#!/bin/sh\nexec "{sys.executable}" -m megatron_residuals "$@"\n'
-            )
+            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megatron_residuals "$@"\n')
             script.chmod(0o755)
         inherited = {name: value for name, value in os.environ.items() if "MAKE" not in name}
         path = os.pathsep.join((str(folder), str(tools), os.environ["PATH"]))
