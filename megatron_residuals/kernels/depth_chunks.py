@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.functional.depth_attention import mix_sources, score_sources
-from megatron_residuals.functional.precision import wide
+from megatron_residuals.kernels.planes import Buffers
 
 # of a chunk's numbers in float32; where there is no cache to stay in, few and large operations
 CHUNK_BYTES = {"cpu": 2**20}
@@ -95,16 +95,18 @@ def closed_forward(sources: Sequence[Tensor], directions: Tensor, eps: float) ->
     inverse_rms = directions.new_empty(tokens, m)
     values = [torch.empty_like(sources[0]) for _ in range(size)]
     keys_scratch = directions.new_empty(_step(m * d, directions, 1), m, d)
-    mixed = directions.new_empty(len(keys_scratch), 1, d)
+    buffers = Buffers(directions.dtype)
     for part in _chunks(tokens, len(keys_scratch)):
         keys = _gather(sources, part, keys_scratch)
-        rows, count = keys.view(-1, d), len(keys)
+        rows = keys.view(-1, d)
         _inverse_rms(rows, eps, out=inverse_rms[part].view(-1))
         for s in range(size):
             torch.mv(rows, directions[s], out=dots[s, part].view(-1))
             weights = torch.softmax(dots[s, part] * inverse_rms[part], dim=1)
-            torch.bmm(weights.unsqueeze(1), keys, out=mixed[:count])
-            values[s][part].copy_(mixed[:count, 0])
+            chunk = values[s][part]
+            mixed = buffers.target("mixed", chunk)
+            torch.bmm(weights.unsqueeze(1), keys, out=mixed.unsqueeze(1))
+            buffers.store(chunk, mixed)
     log_sums = [torch.logsumexp(each * inverse_rms, dim=1) for each in dots]
     return ClosedForward(values, torch.stack(log_sums), dots, inverse_rms)
 
@@ -188,15 +190,20 @@ def merge_forward(
     total = partial if output is None else torch.empty_like(partial)
     x = torch.empty_like(partial)
     dots, inverse_rms, share = (direction.new_empty(tokens) for _ in range(3))
+    buffers = Buffers(direction.dtype)
     for part in _chunks(tokens, _step(d, direction, 4)):
         if output is not None:
             torch.add(partial[part], output[part], out=total[part])
-        keys = wide(total[part])
+        keys = buffers.wide("keys", total[part])
         _inverse_rms(keys, eps, out=inverse_rms[part])
         torch.mv(keys, direction, out=dots[part])
         logits = dots[part] * inverse_rms[part]
         torch.sigmoid(logits - log_sum[part], out=share[part])
-        x[part] = torch.lerp(wide(values[part]), keys, share[part].unsqueeze(1))
+        chunk = x[part]
+        merged = buffers.target("merged", chunk)
+        weight = share[part].unsqueeze(1)
+        torch.lerp(buffers.wide("values", values[part]), keys, weight, out=merged)
+        buffers.store(chunk, merged)
     return MergeForward(x, total, dots, inverse_rms, share)
 
 
@@ -212,20 +219,27 @@ def merge_backward(
     tokens, d = partial.shape
     d_values, found = torch.empty_like(x), torch.empty_like(partial)
     d_log_sum, d_direction = torch.empty_like(share), torch.zeros_like(direction)
+    buffers = Buffers(direction.dtype)
     for part in _chunks(tokens, _step(d, direction, 6)):
-        g, keys = wide(gradient[part]), wide(partial[part])
+        g = buffers.wide("gradient", gradient[part])
+        keys, mean = buffers.wide("keys", partial[part]), buffers.wide("x", x[part])
         p, r = share[part], inverse_rms[part]
-        d_logit = p * (torch.linalg.vecdot(g, keys) - torch.linalg.vecdot(g, wide(x[part])))
+        d_logit = p * (torch.linalg.vecdot(g, keys) - torch.linalg.vecdot(g, mean))
         torch.neg(d_logit, out=d_log_sum[part])
-        d_values[part] = g * (1 - p).unsqueeze(1)
+        chunk = d_values[part]
+        others = buffers.target("values", chunk)
+        torch.mul(g, (1 - p).unsqueeze(1), out=others)
+        buffers.store(chunk, others)
         d_dots = d_logit * r
         d_direction.addmv_(keys.T, d_dots)
-        total = g * p.unsqueeze(1)
+        chunk = found[part]
+        total = buffers.target("total", chunk)
+        torch.mul(g, p.unsqueeze(1), out=total)
         total.addcmul_(d_dots.unsqueeze(1), direction)
         total.addcmul_((d_dots * dots[part] * r.square() / d).unsqueeze(1), keys, value=-1)
         if d_partial is not None:
             total += d_partial[part]
-        found[part] = total
+        buffers.store(chunk, total)
     return MergeBackward(d_values, d_log_sum, d_direction, found)
 
 
