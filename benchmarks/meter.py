@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
 from megatron_residuals.mcore.late import LateTensor, Outbox
+from megatron_residuals.mcore.route import Route
 from megatron_residuals.mcore.stage_io import StageIO, _Pack
 from megatron_residuals.mcore.wire import Direction
 from megatron_residuals.pipeline.source_cache import SourceCache
@@ -38,7 +39,7 @@ TARGETS: tuple[tuple[type, str, str], ...] = (
     (SourceCache, "fetch", "cache"),
     (SourceCache, "_deposit", "cache"),
     (SourceCache, "collect", "cache"),
-    (ResidualP2PCommunicator, "_begin_step", "bookkeeping"),
+    (Route, "begin_step", "bookkeeping"),
     (ResidualP2PCommunicator, "_communicate", "bookkeeping"),
     (LateTensor, "wait", WIRE),
     (Outbox, "drain", WIRE),
