@@ -51,6 +51,7 @@ def test_a_pipeline_is_planned() -> None:
     assert re.search(r"V=1: full +(\d+), delta +\1,", text)
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_with_either_mechanism() -> None:
     for residual in ("mhc", "block_attnres(block_layers=1)"):
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -63,6 +64,7 @@ def test_a_policy_that_fits_is_found() -> None:
     assert re.findall(r"take '(\S+)'", run("fit_into_memory")) == ["group", "mix"]
 
 
+@pytest.mark.slow
 def test_the_mechanisms_run_without_megatron_and_show_what_they_do() -> None:
     text = run("look_inside")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
