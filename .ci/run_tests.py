@@ -124,9 +124,7 @@ def main() -> int:
     parser.add_argument("--workers", default="2", help="processes of pytest-xdist, 0 for none")
     parser.add_argument("pytest_args", nargs="*", help="handed to every pytest run, after --")
     options = parser.parse_args()
-    # whole files, in the order of tests/conftest.py: those with slow tests first
-    args = ["-n", options.workers, "--dist", "loadfile", "--no-loadscope-reorder"]
-    args += options.pytest_args
+    args = ["-n", options.workers, "--dist", "loadfile", *options.pytest_args]
 
     newest = version("megatron-core")
     outcomes = [lint()]

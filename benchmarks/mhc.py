@@ -23,7 +23,6 @@ from megatron_residuals.modules.hyper_connection import ManifoldHyperConnection
 
 CHAIN = 4
 EPS, ITERATIONS = 1e-6, 20
-SAME_FUNCTION = ("ours torch", "ours triton", "naive eager", "naive compiled", "liger")
 
 
 def candidates(

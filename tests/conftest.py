@@ -35,12 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
         cpu_host.install()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no worker has one left when the others are done."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 def has_gpu() -> bool:
     """Whether there is an NVIDIA device, without importing torch."""
     return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/dxg")

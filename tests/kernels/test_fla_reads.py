@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_residuals import functional, kernels
+from megatron_residuals import config, functional, kernels
+from megatron_residuals.kernels import external
 from tests.functional.loops import random_tensors
 from tests.kernels.attnres_block import Block, gradients
 from tests.kernels.stand_ins import provide, take_away
@@ -69,3 +70,7 @@ def test_a_missing_installation_and_an_unknown_dtype_are_refused(
     take_away(monkeypatch, "fla.ops.attnres")
     with pytest.raises(RuntimeError, match="fla.ops.attnres.fused_attnres cannot be used"):
         read(torch.float32)
+
+
+def test_the_libraries_are_those_that_the_configuration_allows() -> None:
+    assert tuple(external.LIBRARIES) == config.LIBRARIES
