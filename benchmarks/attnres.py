@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.clock import Candidate
 from megatron_residuals import functional
 from megatron_residuals.modules import SourceState
-from megatron_residuals.modules.depth_attention import DepthAttention, open_reads
+from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
 
 EPS = 1e-6
 Read = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]
@@ -91,7 +91,7 @@ def _ours(
     if two_phase:
         state = open_reads(state, layers)
     for layer in layers:
-        x, pending = layer(state)
+        x, pending = layer.read(state)
         state = layer.write(pending, x)
     return state.partial
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.clock import Candidate
 from megatron_residuals import functional
 from megatron_residuals.modules import StreamState
-from megatron_residuals.modules.hyper_connection import ManifoldHyperConnection
+from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
 
 CHAIN = 4
 EPS, ITERATIONS = 1e-6, 20
@@ -74,7 +74,7 @@ def _ours(layers: Sequence[ManifoldHyperConnection], entering: Tensor, kernels: 
     state = StreamState(entering)
     for layer in layers:
         layer.kernels = kernels
-        x, pending = layer(state)
+        x, pending = layer.read(state)
         state = layer.write(pending, x)
     return state.settled().streams
 

@@ -12,6 +12,7 @@ and the mixing matrices are printed.
 import torch
 
 from megatron_residuals import ResidualConfig
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.functional import depth_weights
 from megatron_residuals.modules import build_head, build_sublayer_residual, open_state
 
@@ -45,7 +46,7 @@ class Stack(torch.nn.Module):
         state = open_state(self.residual, embedding)
         for residual, sublayer in zip(self.residuals, self.sublayers, strict=True):
             yield state
-            x, pending = residual(state)
+            x, pending = residual.read(state)
             state = residual.write(pending, sublayer(x))
         yield state
 
@@ -74,7 +75,7 @@ def main() -> None:
         with torch.no_grad():
             states = list(model.states(torch.randn(256, WIDTH)))
             deepest = model.residuals[-1]
-            if residual.is_streams:
+            if isinstance(residual.entry, Streams):
                 _, pending = deepest(states[-2])
                 print("mean H_res of the last sublayer (rows: new stream, columns: old):")
                 print(pending.h_res.mean(0).numpy().round(3))

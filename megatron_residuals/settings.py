@@ -5,50 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
-from megatron_residuals.config import SOURCE_MECHANISMS, ResidualConfig
+from megatron_residuals.config import ResidualConfig, options_for
+from megatron_residuals.mechanisms import Setting, mechanism_named
+from megatron_residuals.mechanisms.sources import BLOCK_LENGTH
 
-Setting: TypeAlias = str | int | float | bool
+__all__ = ["BLOCK_LENGTH", "RECORD", "Setting", "compare_settings", "settings_of"]
 
 RECORD = "residual_settings"
 """Name of the module, below the decoder, whose extra state is the record in a checkpoint."""
-
-# Fields of ResidualConfig that a checkpoint does not bind: how the same function is computed, and
-# the initial values, which loading overwrites.
-FREE = frozenset(
-    {
-        "transport",
-        "recompute",
-        "kernels",
-        "two_phase",
-        "check_messages",
-        "log_interval",
-        "log_image_interval",
-        "mhc_alpha_init",
-        "mhc_init",
-    }
-)
-
-# Fields that the record keeps in another form, since their meaning depends on the model's depth,
-# the mechanism or the convention.
-RESOLVED = {
-    "contraction": "contraction",
-    "mhc_eps": "mhc_eps",
-    "block_layers": "block_sublayers",
-    "block_sublayers": "block_sublayers",
-}
-BLOCK_LENGTH = "block_sublayers"
-
-_WHAT_TO_DO = {
-    "mechanism": "a checkpoint of one mechanism means nothing to another: give the saved one",
-    "streams": "weights of another number of streams do not fit: give the saved number",
-    "mhc_convention": "the same weights are another function under the other convention: give the "
-    "saved one",
-    BLOCK_LENGTH: "every sublayer has a query of its own, whatever the length, so the weights can "
-    "be taken over if you mean it: --residual-convert-block-length",
-}
-
 
 def settings_of(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
     """The record of a model: every setting its weights depend on, defaults filled in.
@@ -56,18 +21,10 @@ def settings_of(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
     Block lengths are in sublayers (attention = 1, MLP = 1), at most the whole model; Full AttnRes
     has blocks of one.
     """
-    record: dict[str, Setting] = {"mechanism": config.mechanism}
-    for name, field in ResidualConfig.__dataclass_fields__.items():
-        if config.mechanism in field.metadata["applies"] and name not in FREE | RESOLVED.keys():
-            record[name] = getattr(config, name)
-    if config.is_streams:
-        record["contraction"] = config.resolved_contraction
-    if config.mechanism == "mhc":
-        record["mhc_eps"] = config.resolved_mhc_eps
-    depth = config.depth_map(num_layers)
-    if depth is not None:
-        record[BLOCK_LENGTH] = min(depth.block_sublayers, depth.num_sublayers)
-    return record
+    return {
+        "mechanism": config.mechanism,
+        **config.entry.record(config, config.depth_map(num_layers)),
+    }
 
 
 def compare_settings(
@@ -91,7 +48,7 @@ def compare_settings(
             f"the checkpoint is of a model without a residual mechanism, the model has "
             f"{given['mechanism']}; to start from a plain model's weights give --finetune"
         ]
-    if _family(saved) != _family(given):
+    if _weights(saved) != _weights(given):
         return [_line("mechanism", saved, given)]
     names = [name for name in {**saved, **given} if name != "mechanism"]
     differing = [name for name in names if saved.get(name) != given.get(name)]
@@ -100,15 +57,24 @@ def compare_settings(
     return [_line(name, saved, given) for name in differing]
 
 
-def _family(record: Mapping[str, Setting]) -> Setting:
-    """Full AttnRes is Block AttnRes with blocks of one sublayer; the length tells them apart."""
-    mechanism = record["mechanism"]
-    return "block_attnres" if mechanism in SOURCE_MECHANISMS else mechanism
+def _weights(record: Mapping[str, Setting]) -> Setting:
+    """Whose weights they are: mechanisms may share them, and say by their settings who they are."""
+    name = record["mechanism"]
+    try:
+        return mechanism_named(str(name)).weights
+    except ValueError:  # a mechanism that is not installed here
+        return name
 
 
 def _line(name: str, saved: Mapping[str, Setting], given: Mapping[str, Setting]) -> str:
     def value(record: Mapping[str, Setting]) -> str:
         return repr(record[name]) if name in record else "nothing (another version)"
 
-    advice = _WHAT_TO_DO.get(name, "give the saved value")
-    return f"{name}: saved {value(saved)}, given {value(given)}; {advice}"
+    return f"{name}: saved {value(saved)}, given {value(given)}; {_advice(name, given)}"
+
+
+def _advice(name: str, given: Mapping[str, Setting]) -> str:
+    if name == "mechanism":
+        return "a checkpoint of one mechanism means nothing to another: give the saved one"
+    known = options_for(mechanism_named(str(given["mechanism"])))
+    return next((each.advice for each in known if each.name == name), "give the saved value")

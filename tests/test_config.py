@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_residuals.config import MECHANISMS, RECOMPUTE, ResidualConfig
+from megatron_residuals.config import (
+    MECHANISMS,
+    RECOMPUTE,
+    ResidualConfig,
+    options_for,
+    readers_of,
+)
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.mechanisms import BLOCK_ATTNRES
 
 counts = st.integers(1, 10**6)
 positive = st.floats(min_value=1e-300, max_value=1e300)
@@ -38,7 +45,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "log_interval": st.integers(0, 10**6),
     "log_image_interval": st.none() | st.integers(0, 10**6),
 }
-FIELDS = {field.name: field for field in dataclasses.fields(ResidualConfig)}
+OPTIONS = {option.name: option for option in options_for()}
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
@@ -46,7 +53,7 @@ quick = settings(max_examples=200, deadline=None, derandomize=True, database=Non
 def configs(draw: st.DrawFn) -> ResidualConfig:
     """Any valid configuration: a mechanism and some of the options that it reads."""
     mechanism = draw(st.sampled_from(MECHANISMS))
-    read = [name for name in VALUES if mechanism in FIELDS[name].metadata["applies"]]
+    read = [name for name in VALUES if mechanism in readers_of(name)]
     chosen = draw(st.lists(st.sampled_from(read), unique=True)) if read else []
     options = {name: draw(VALUES[name]) for name in chosen}
     if options.get("block_layers") is not None:
@@ -70,14 +77,14 @@ def faults_of(**options: object) -> list[str]:
 
 
 def test_the_strategies_cover_every_option() -> None:
-    assert {"mechanism", *VALUES} == set(FIELDS)
+    assert VALUES.keys() == OPTIONS.keys()
 
 
 @quick
 @given(configs())
 def test_the_text_form_reads_back_as_the_same_configuration(config: ResidualConfig) -> None:
     assert ResidualConfig.parse(str(config)) == config
-    assert ResidualConfig.from_mapping(dataclasses.asdict(config)) == config
+    assert ResidualConfig.from_mapping(config.as_mapping()) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert len({config, dataclasses.replace(config)}) == 1
 
@@ -216,10 +223,14 @@ def test_a_group_length_is_given_or_left_to_the_stage() -> None:
     assert ResidualConfig("hc", recompute="group:auto").group_length is None
 
 
+def two_phase(config: ResidualConfig) -> str:
+    return BLOCK_ATTNRES.two_phase(config)
+
+
 @pytest.mark.parametrize("kernels", ["fla", "liger"])
 def test_a_library_reads_in_one_phase(kernels: str) -> None:
-    assert ResidualConfig("block_attnres", kernels=kernels).resolved_two_phase == "off"
-    assert ResidualConfig("block_attnres", kernels="triton").resolved_two_phase == "auto"
+    assert two_phase(ResidualConfig("block_attnres", kernels=kernels)) == "off"
+    assert two_phase(ResidualConfig("block_attnres", kernels="triton")) == "auto"
     with pytest.raises(ValueError, match=f"two_phase is 'on', but kernels='{kernels}' reads for"):
         ResidualConfig("block_attnres", kernels=kernels, two_phase="on")
 
@@ -338,8 +349,9 @@ def test_what_is_left_out_is_filled_in_from_the_mechanism(
 
 def test_the_families_of_mechanisms() -> None:
     families = {name: ResidualConfig(name) for name in MECHANISMS}
-    assert [name for name in families if families[name].is_streams] == ["hc", "mhc"]
-    assert [name for name in families if families[name].is_sources] == ["attnres", "block_attnres"]
+    with_sources = [name for name in families if families[name].depth_map(4) is not None]
+    assert with_sources == ["attnres", "block_attnres"]
+    assert [name for name in families if families[name].rows == 4] == ["hc", "mhc"]
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "hc", "mhc"])
@@ -379,17 +391,16 @@ def test_kimi_k3_gets_its_own_block_length_when_none_is_given() -> None:
 
 
 def test_option_types_are_scalars_that_a_command_line_can_read() -> None:
-    types = {name: ResidualConfig.option_type(name) for name in FIELDS}
+    types = {name: option.kind for name, option in OPTIONS.items()}
     assert set(types.values()) == {str, int, float, bool}
     assert types["mhc_eps"] is float
     assert types["block_layers"] is int
     assert types["hc_dynamic"] is bool
-    assert types["mechanism"] is str
 
 
 def test_every_option_says_what_it_is_for() -> None:
-    for field in FIELDS.values():
-        assert len(field.metadata["help"]) > 10, field.name
+    for option in OPTIONS.values():
+        assert len(option.text) > 10, option.name
 
 
 def test_a_configuration_is_a_frozen_value() -> None:

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from megatron_residuals.config import MECHANISMS, ResidualConfig
-from megatron_residuals.settings import FREE, RESOLVED, compare_settings, settings_of
+from megatron_residuals.config import MECHANISMS, ResidualConfig, options_for
+from megatron_residuals.settings import compare_settings, settings_of
 
 BOUND = {
     "mechanism",
@@ -19,6 +17,10 @@ BOUND = {
     "mhc_convention",
     "mhc_sinkhorn_iterations",
     "attnres_eps",
+    "contraction",
+    "mhc_eps",
+    "block_layers",
+    "block_sublayers",
 }
 
 
@@ -28,10 +30,9 @@ def record(text: str, num_layers: int = 16) -> dict[str, str | int | float | boo
 
 def test_every_option_is_bound_to_the_weights_or_declared_free() -> None:
     """A new option has to say which: bound options go into the record by themselves."""
-    options = {field.name for field in dataclasses.fields(ResidualConfig)}
-    assert options == BOUND | FREE | RESOLVED.keys()
+    assert {option.name for option in options_for() if option.binds} == BOUND - {"mechanism"}
     recorded = {name for mechanism in MECHANISMS for name in record(mechanism)}
-    assert recorded == BOUND | set(RESOLVED.values())
+    assert recorded == BOUND - {"block_layers"}  # said in sublayers
 
 
 def test_a_record_fills_defaults_in_so_that_giving_them_changes_nothing() -> None:

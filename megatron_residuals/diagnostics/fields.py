@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.pipeline.plan import TransferPlan
 
 # Tokens whose H_res are taken home whole, for products over all stages: 2 KiB a sublayer at n = 4.
@@ -61,7 +62,7 @@ def fields_for(residual: ResidualConfig, plan: TransferPlan) -> Fields:
         "kept_bytes": (layout.num_stages,),
         "parameters_added": (1,),
     }
-    if residual.is_streams:
+    if isinstance(residual.entry, Streams):
         n = residual.streams
         for name in ("gain_forward", "gain_backward", "row_error", "column_error", "diagonal"):
             shapes[name] = (sublayers,)

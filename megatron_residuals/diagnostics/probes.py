@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.sources import Sources
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.diagnostics import statistics
 from megatron_residuals.diagnostics.tokens import sample_tokens
 from megatron_residuals.modules import SourceState
-from megatron_residuals.modules.depth_attention import DepthQuery
-from megatron_residuals.modules.hyper_connection import HyperConnection, ManifoldHyperConnection
+from megatron_residuals.mechanisms.sources.module import DepthQuery
+from megatron_residuals.mechanisms.streams.module import HyperConnection, ManifoldHyperConnection
 
 Looked = dict[str, Tensor]
 
@@ -140,8 +142,8 @@ class SourceProbe:
 
 def probe_for(residual: ResidualConfig, max_sources: int) -> Probe:
     """The probe of a mechanism; ``max_sources`` is what its last reader reads."""
-    if residual.is_streams:
+    if isinstance(residual.entry, Streams):
         return StreamProbe(sigmoids=residual.mechanism == "mhc")
-    if residual.is_sources:
+    if isinstance(residual.entry, Sources):
         return SourceProbe(max_sources)
     return PlainProbe()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.fields import Fields
@@ -88,7 +89,7 @@ def _figures(
     for name in _PER_TOKEN:
         if name in fields.shapes and name != "weights":
             yield name, per_token(name)
-    if residual.is_streams:
+    if isinstance(residual.entry, Streams):
         yield "pre_mean", per_token("read_weights").mean(-1)
         yield "post_mean", per_token("write_weights").mean(-1)
         yield "stream_rms", per_token("stream_square").sqrt()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.sources import Sources
 from megatron_residuals.depth import raise_faults
 from megatron_residuals.interchange import deepseek_v4, kimi_k3, tensor_file
 from megatron_residuals.settings import (
@@ -35,7 +36,7 @@ def layout_for(config: ResidualConfig) -> ModuleType:
     """
     if config.mechanism == "mhc":
         return deepseek_v4
-    if config.is_sources:
+    if isinstance(config.entry, Sources):
         return kimi_k3
     raise ValueError(
         f"the mechanism is {config.mechanism!r}; public names exist for mhc ({deepseek_v4.NAME}) "
@@ -86,7 +87,7 @@ def write_residual(
 
 
 def _public_config(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
-    if config.is_sources:
+    if isinstance(config.entry, Sources):
         return {
             "attn_res_block_size": kimi_k3.block_layers(config, num_layers),
             "rms_norm_eps": config.attnres_eps,

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from typing import Any
 
-from megatron_residuals.config import ResidualConfig
+from megatron_residuals.config import MECHANISMS, ResidualConfig, options_for, readers_of
 
 MECHANISM_FLAG = "--residual"
 # Flags of a run rather than of the model, as Megatron's arguments name them.
@@ -32,7 +31,7 @@ def add_residual_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     Raises:
         RuntimeError: the parser already has one of the flags (a host with a residual of its own).
     """
-    ours = [flag_of(field.name) for field in dataclasses.fields(ResidualConfig)]
+    ours = [MECHANISM_FLAG, *(flag_of(option.name) for option in options_for())]
     ours += [flag_name(name) for name in (CONVERT_BLOCK_LENGTH, LR_MULT, WD_MULT)]
     taken = [flag for flag in ours if flag in parser._option_string_actions]
     if taken:
@@ -41,17 +40,15 @@ def add_residual_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
             "megatron_residuals cannot be combined"
         )
     group = parser.add_argument_group("residual", "replaced residual connection")
-    for field in dataclasses.fields(ResidualConfig):
-        text = field.metadata["help"]
-        if field.name != "mechanism":
-            text += f" [{', '.join(field.metadata['applies'])}; default: {field.default}]"
+    group.add_argument(MECHANISM_FLAG, choices=MECHANISMS, help="what replaces the residual")
+    for option in options_for():
+        text = f"{option.text} [{', '.join(readers_of(option.name))}; default: {option.default}]"
         kwargs: dict[str, Any] = {"default": None, "help": text.replace("%", "%%")}
-        option_type = ResidualConfig.option_type(field.name)
-        if option_type is bool:
+        if option.kind is bool:
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            kwargs.update(type=option_type, choices=field.metadata["choices"])
-        group.add_argument(flag_of(field.name), **kwargs)
+            kwargs.update(type=option.kind, choices=option.choices)
+        group.add_argument(flag_of(option.name), **kwargs)
     _add_run_arguments(group)
     return parser
 
@@ -91,12 +88,11 @@ def config_from_args(args: argparse.Namespace, mechanism: str | None = None) -> 
         ValueError: no mechanism or two different ones, or an invalid configuration.
     """
     options: dict[str, Any] = {}
-    for field in dataclasses.fields(ResidualConfig):
-        name = flag_of(field.name).lstrip("-").replace("-", "_")
-        value = getattr(args, name, None)
+    for option in options_for():
+        value = getattr(args, f"residual_{option.name}", None)
         if value is not None:
-            options[field.name] = value
-    named = options.setdefault("mechanism", mechanism)
+            options[option.name] = value
+    named = options["mechanism"] = getattr(args, "residual", None) or mechanism
     if named is None:
         raise ValueError(f"no residual mechanism given; add {MECHANISM_FLAG} NAME")
     if mechanism is not None and named != mechanism:

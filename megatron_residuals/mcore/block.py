@@ -76,7 +76,7 @@ class ResidualTransformerBlock(TransformerBlock):
         self.residual_settings = record_for(
             submodules.residual, self.config, pp_group.rank(), self.vp_stage or 0
         )
-        plain = submodules.residual.mechanism == "residual"
+        plain = submodules.residual.entry.is_stock
         self.register_load_state_dict_pre_hook(refuse_mechanism if plain else keep_initial_values)
         self._payload: Tensor | None = None
         announce(route, self.runner, self.config)
@@ -95,8 +95,8 @@ class ResidualTransformerBlock(TransformerBlock):
     def residual_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters of the mechanism in this stage, with global layer indices in their names."""
         for layer in self.layers:
-            for part in ("self_attention_residual", "mlp_residual"):
-                for name, parameter in getattr(layer, part).named_parameters():
+            for part, module in zip(layer.parts, layer.residuals, strict=True):
+                for name, parameter in module.named_parameters():
                     yield f"layers.{layer.layer_number - 1}.{part}.{name}", parameter
         if self.residual_head is not None:
             yield from self.residual_head.named_parameters("residual_head")

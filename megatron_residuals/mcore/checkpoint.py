@@ -110,7 +110,7 @@ def record_for(
 
     One chunk of a rank has it: the host gives each rank one copy of an object.
     """
-    if residual.mechanism == "residual" or chunk > 0:
+    if residual.entry.is_stock or chunk > 0:
         return None
     return SettingsRecord(config, settings_of(residual, config.num_layers), pp_rank)
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.interchange.names import PARTS
 from megatron_residuals.mcore.compat import (
     is_prediction_layer,
     is_quantized,
@@ -25,8 +26,6 @@ from megatron_residuals.mcore.compat import (
 from megatron_residuals.modules import ResidualState, SublayerResidual, build_sublayer_residual
 from megatron_residuals.recompute.steps import Step, plain_step
 
-ATTENTION, MLP = range(2)  # the sublayers of a layer, in order
-SUBLAYERS = 2
 FOREIGN_BLOCK = (
     "a layer with a replaced residual stands in a block that carries no residual state: GPTModel "
     "builds its decoder as it must, and with a model class of your own build a "
@@ -60,6 +59,10 @@ class ResidualLayerMixin:
     """
 
     host_layer: type[TransformerLayer]
+    parts = PARTS
+    """Names of the residual modules of the layer's sublayers, in order."""
+    runs = ("_run_attention", "_run_mlp")
+    """The bare sublayers, in the same order."""
 
     def __new__(cls, *args: Any, **arguments: Any) -> Any:
         """A layer of ours, or for multi-token prediction one of the host's."""
@@ -81,32 +84,36 @@ class ResidualLayerMixin:
         submodules = copy.copy(submodules)
         submodules.self_attn_bda = submodules.mlp_bda = bias_dropout
         super().__init__(config, submodules, *args, **kwargs)
-        sublayer = 2 * (self.layer_number - 1)
-        build = functools.partial(
-            build_sublayer_residual,
-            residual,
-            residual.depth_map(config.num_layers),
-            hidden_size=config.hidden_size,
-            device=parameter_device(config),
-        )
-        self.self_attention_residual: SublayerResidual[Any, Any] = build(sublayer=sublayer)
-        self.mlp_residual: SublayerResidual[Any, Any] = build(sublayer=sublayer + 1)
-        tag_parameters(self.self_attention_residual, config)
-        tag_parameters(self.mlp_residual, config)
+        depth = residual.depth_map(config.num_layers)
+        for i, name in enumerate(self.parts, len(self.parts) * (self.layer_number - 1)):
+            module = build_sublayer_residual(
+                residual,
+                depth,
+                hidden_size=config.hidden_size,
+                sublayer=i,
+                device=parameter_device(config),
+            )
+            tag_parameters(module, config)
+            self.add_module(name, module)
         self._discards_norms = False
+
+    @property
+    def residuals(self) -> list[SublayerResidual[Any, Any]]:
+        """The residual modules of the layer's sublayers, in order."""
+        return [getattr(self, name) for name in self.parts]
 
     def forward(
         self,
         state: ResidualState | None = None,
         *,
         step: Step = plain_step,
-        parts: Sequence[int] = (ATTENTION, MLP),
+        parts: Sequence[int] | None = None,
         **arguments: Any,
     ) -> ResidualState:
         """One layer, or one sublayer of it: the state in front -> the state behind.
 
-        ``step`` runs a sublayer on the state; ``parts`` says which sublayers; ``arguments`` are the
-        keyword arguments of the host layer besides ``hidden_states``.
+        ``step`` runs a sublayer on the state; ``parts`` says which sublayers, all by default;
+        ``arguments`` are the keyword arguments of the host layer besides ``hidden_states``.
 
         Raises:
             TypeError: a block of the host's calls the layer with a hidden state.
@@ -114,22 +121,21 @@ class ResidualLayerMixin:
         if state is None:
             raise TypeError(FOREIGN_BLOCK)
         try:
-            if ATTENTION in parts:
-                state = step(
-                    self.self_attention_residual,
-                    state,
-                    lambda x: self._forward_attention(self._input(x), **arguments)[0],
-                )
-            if MLP in parts:
-                state = step(
-                    self.mlp_residual,
-                    state,
-                    lambda x: self._forward_mlp(self._input(x), **mlp_arguments(arguments)),
-                )
+            for i in range(len(self.parts)) if parts is None else parts:
+                run = functools.partial(getattr(self, self.runs[i]), arguments)
+                state = step(self.residuals[i], state, run)
             return state
         finally:
             # the host leaves them here, and with them the graph of a step that raises
             self.input_layernorm_checkpoint = self.pre_mlp_norm_checkpoint = None
+
+    def _run_attention(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
+        output: Tensor = self._forward_attention(self._input(x), **arguments)[0]
+        return output
+
+    def _run_mlp(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
+        output: Tensor = self._forward_mlp(self._input(x), **mlp_arguments(arguments))
+        return output
 
     def _input(self, x: Tensor) -> Tensor:
         """x as the host's checkpoints inside a sublayer need it.

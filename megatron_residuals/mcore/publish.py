@@ -103,7 +103,7 @@ def header_of(route: Route, config: Any) -> dict[str, Any]:
         "version": __version__,
         "megatron_core": str(host_version()),
         "config": str(residual),
-        "settings": dataclasses.asdict(residual),
+        "settings": residual.as_mapping(),
         "interval": residual.log_interval,
         "recompute": residual.recompute,
         "host_recompute": str(config.recompute_granularity or "none"),

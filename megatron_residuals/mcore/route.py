@@ -110,7 +110,7 @@ def plan_transfer(residual: ResidualConfig, config: Any, num_ranks: int) -> Tran
     depth = residual.depth_map(config.num_layers)
     if depth is not None:
         return TransferPlan.for_sources(layout, depth, residual.transport)
-    return TransferPlan.for_streams(layout, residual.streams if residual.is_streams else 1)
+    return TransferPlan.for_streams(layout, residual.rows)
 
 
 def route_for(

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from megatron_residuals.depth import DepthMap
 from megatron_residuals.mcore.compat import layer_quantization_context
 from megatron_residuals.mcore.layer import ATTENTION, SUBLAYERS
 from megatron_residuals.modules import ResidualState, SourceState
-from megatron_residuals.modules.depth_attention import DepthAttention, open_reads
 from megatron_residuals.recompute.segments import (
     Segment,
     block_segments,
@@ -24,7 +25,6 @@ from megatron_residuals.recompute.segments import (
     layer_ranges,
 )
 from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
-from megatron_residuals.two_phase import cut_at_blocks, reads_in_two_phases
 
 
 def stage_segments(
@@ -63,13 +63,12 @@ class StageRunner:
         tp_group: torch.distributed.ProcessGroup,
     ) -> None:
         self._residual, self._config, self._depth = residual, config, depth
-        self._sublayers, self._layers, self._tp_group = sublayers, layers, tp_group
+        self._sublayers, self._tp_group = sublayers, tp_group
+        self._places = [(layer, i) for layer in layers for i in range(len(layer.residuals))]
         self.segments = stage_segments(residual, config, depth, sublayers)
-        if len(sublayers) > 0:
-            self._parts(sublayers)  # raises where two phases are demanded and make no sense
         self.group_length: int | None = None
         if residual.recompute_policy == "group":
-            chosen = group_length(residual.streams, len(sublayers))
+            chosen = group_length(residual.rows, len(sublayers))
             self.group_length = residual.group_length or chosen
         if residual.recompute_policy in ("mix", "group"):
             for layer in layers:
@@ -93,36 +92,15 @@ class StageRunner:
     def _run(
         self, state: ResidualState, sublayers: range, arguments: dict[str, Any], step: Step
     ) -> ResidualState:
-        for part in self._parts(sublayers):
-            if isinstance(state, SourceState) and self._in_two_phases(part):
-                state = open_reads(state, [self._reader(i) for i in part])
-            for layer, parts in self._layers_of(part):
+        for part in self._residual.entry.parts(self._residual, self._depth, sublayers):
+            places = [self._places[i - self._sublayers.start] for i in part]
+            readers = [layer.residuals[index] for layer, index in places]
+            state = readers[0].begin(readers, state)
+            for layer, of_layer in itertools.groupby(places, lambda place: place[0]):
+                parts = [index for _, index in of_layer]
                 with layer_quantization_context(self._config, layer.layer_number - 1):
                     state = layer(state, step=step, parts=parts, **arguments)
         return state
-
-    def _parts(self, sublayers: range) -> Sequence[range]:
-        """The sublayers cut in front of each block, if any read their finished sources together."""
-        if self._depth is None:
-            return [sublayers]
-        parts = cut_at_blocks(self._depth, sublayers)
-        return parts if any(map(self._in_two_phases, parts)) else [sublayers]
-
-    def _in_two_phases(self, part: range) -> bool:
-        assert self._depth is not None, "only for depth sources"
-        return reads_in_two_phases(self._residual.resolved_two_phase, self._depth, part.start)
-
-    def _reader(self, sublayer: int) -> DepthAttention:
-        layer = self._layers[sublayer // SUBLAYERS - self._sublayers.start // SUBLAYERS]
-        attention = sublayer % SUBLAYERS == ATTENTION
-        reader: DepthAttention = layer.self_attention_residual if attention else layer.mlp_residual
-        return reader
-
-    def _layers_of(self, sublayers: range) -> Iterator[tuple[Any, list[int]]]:
-        first_layer = self._sublayers.start // SUBLAYERS
-        for part in layer_ranges(sublayers, SUBLAYERS):
-            layer = self._layers[part.start // SUBLAYERS - first_layer]
-            yield layer, [sublayer % SUBLAYERS for sublayer in part]
 
     def _checkpoint(
         self, state: Any, sublayers: range, inner: tuple[range, ...], arguments: dict[str, Any]
@@ -138,8 +116,8 @@ class StageRunner:
 
         if isinstance(state, SourceState):
             return self._checkpoint_sources(state, sublayers, run)
-        kind = type(state)
-        return kind(self._call(lambda tensor: run(kind(tensor)).settled()[0], state.settled()[0]))
+        unpack = functools.partial(self._residual.entry.unpack, self._residual)
+        return unpack(self._call(lambda payload: run(unpack(payload)).pack(), state.pack()))
 
     def _checkpoint_sources(
         self,
@@ -152,6 +130,7 @@ class StageRunner:
         A source that the first sublayer closes is the running sum in front of it: the outer state
         takes that tensor itself. Only sources closed further inside come out of the run.
         """
+        assert self._depth is not None, "the state has depth sources"
         opens_here = self._depth.opens_block(sublayers.start)
         known = len(state.sources) + opens_here
 

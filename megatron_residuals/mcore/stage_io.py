@@ -16,7 +16,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_residuals.mcore.route import Route
-from megatron_residuals.modules import PlainState, ResidualState, SourceState, StreamState
+from megatron_residuals.modules import ResidualState, SourceState
 from megatron_residuals.pipeline.plan import Boundary
 from megatron_residuals.pipeline.source_cache import SourceCache
 
@@ -48,7 +48,7 @@ class StageIO:
         self.route, self._plan, self.stage = route, route.plan, stage
         layout = route.plan.layout
         self.layers_before, self.num_layers = layout.first_layer(stage), layout.layers[stage]
-        open_from_start = route.residual.is_sources
+        open_from_start = route.residual.entry.opens_at_embedding
         open_in = self.layers_before > 0 or (open_from_start and stage > 0)
         self.receives = open_in and self.layers_before < layout.num_layers
         self.opens = not open_in and (self.num_layers > 0 or open_from_start)
@@ -82,22 +82,16 @@ class StageIO:
 
     def enter(self, payload: Tensor, visit: Visit) -> ResidualState:
         """The state before the first layer of this stage (or of the next one that has any)."""
-        rows = self._plan.rows_in(self.stage)
-        if self.route.residual.is_sources:
-            return self._enter_sources(payload.chunk(rows), visit)
-        if self.route.residual.is_streams:
-            sequence, (batch, hidden) = payload.shape[0] // rows, payload.shape[1:]
-            return StreamState(payload.view(sequence, batch, rows, hidden))
-        return PlainState(payload)
+        residual = self.route.residual
+        if self._plan.depth is None:
+            return residual.entry.unpack(residual, payload)
+        return self._enter_sources(payload.chunk(self._plan.rows_in(self.stage)), visit)
 
     def exit(self, state: ResidualState, visit: Visit) -> Tensor:
         """The payload for the next stage."""
         if isinstance(state, SourceState):
             return self._exit_sources(state, visit)
-        if isinstance(state, StreamState):
-            streams = state.settled().streams
-            return streams.view(-1, streams.shape[1], streams.shape[-1])
-        return state.hidden
+        return state.pack()
 
     def _enter_sources(self, rows: Sequence[Tensor], visit: Visit) -> SourceState:
         boundary = self._plan.boundary_into(self.stage)

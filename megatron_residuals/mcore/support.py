@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.kernels import external, liger_streams
+from megatron_residuals.kernels import external
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import norms_can_be_discarded, prediction_can_be_recomputed
 
@@ -108,11 +108,9 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
 def _kernel_faults(config: Any, residual: ResidualConfig) -> list[str]:
     """What is known of external libraries before they are tried."""
     kernels = residual.kernels
-    if kernels not in external.LIBRARIES or residual.mechanism == "residual":
+    if kernels not in external.LIBRARIES or residual.entry.is_stock:
         return []
-    faults = [external.fault(kernels, config.params_dtype)]
-    if kernels == "liger" and residual.mechanism == "mhc":
-        faults.append(liger_streams.fault(residual.streams, residual.mhc_convention))
+    faults = [external.fault(kernels, config.params_dtype), residual.entry.kernel_fault(residual)]
     return [f"--residual-kernels {kernels}: {fault}" for fault in faults if fault]
 
 

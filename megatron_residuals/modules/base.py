@@ -5,15 +5,15 @@
     embedding --open--> state --read--> x --sublayer--> y --write--> state ... --close--> hidden
 
 ``SublayerResidual`` (read, write) stands at every attention and MLP, ``ResidualHead`` (close) once,
-in front of the final norm. No mechanism has parameters at the start, so open is the plain function
-``modules.open_state``.
+in front of the final norm. No mechanism has parameters at the start, so open is a plain function
+of the mechanism's entry (``Mechanism.open``).
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -43,16 +43,22 @@ class Float32Module(nn.Module):
 class SublayerResidual(Float32Module, ABC, Generic[StateT, PendingT]):
     """What one sublayer reads from the residual state and how it writes its output back.
 
-    Call the module to read (so that hooks of data-parallel wrappers fire), then ``write``.
+    ``read``, then ``write``. Parameters are used inside ``forward`` alone, which reading calls as
+    a module, so that hooks of wrappers fire that gather parameters on a call. By default
+    ``forward`` is the read.
     """
 
-    def forward(self, state: StateT) -> tuple[Tensor, PendingT]:
-        """``read``."""
-        return self.read(state)
+    def begin(
+        self, readers: Sequence[SublayerResidual[StateT, PendingT]], state: StateT
+    ) -> StateT:
+        """What consecutive sublayers do together in front of the first of them, which is asked."""
+        return state
 
-    @abstractmethod
     def read(self, state: StateT) -> tuple[Tensor, PendingT]:
         """Input of the sublayer x [..., d], and what ``write`` needs besides its output."""
+        x: Tensor
+        x, pending = self(state)
+        return x, pending
 
     @abstractmethod
     def reread(self, pending: PendingT) -> Tensor:

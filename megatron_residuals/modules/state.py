@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -21,6 +21,15 @@ class PlainState(NamedTuple):
     def settled(self) -> PlainState:
         """Itself."""
         return self
+
+    def pack(self) -> Tensor:
+        """The stream."""
+        return self.hidden
+
+    @classmethod
+    def unpack(cls, payload: Tensor, rows: int) -> PlainState:
+        """Inverse of ``pack``."""
+        return cls(payload)
 
 
 class StreamState(NamedTuple):
@@ -41,6 +50,17 @@ class StreamState(NamedTuple):
         output, h_post, h_res = self.update
         written = write_streams(self.streams, h_post, h_res, output, backend=self.kernels)
         return StreamState(written)
+
+    def pack(self) -> Tensor:
+        """The memory of the streams seen as rows."""
+        streams = self.settled().streams
+        return streams.view(-1, *streams.shape[1:-2], streams.shape[-1])
+
+    @classmethod
+    def unpack(cls, payload: Tensor, rows: int) -> StreamState:
+        """Inverse of ``pack``."""
+        sequence, *between, width = payload.shape
+        return cls(payload.view(sequence // rows, *between, rows, width))
 
 
 class SourceState(NamedTuple):
@@ -94,10 +114,29 @@ class SourceState(NamedTuple):
         return *self.sources, self.partial if self.output is None else self.partial + self.output
 
     @property
+    def visible(self) -> tuple[Tensor, ...]:
+        """``readable`` for readers whose gradients autograd sums: each goes through its buffer."""
+        return self.outgoing if self.is_closed else (*self.outgoing, self.readable[-1])
+
+    @property
     def outgoing(self) -> tuple[Tensor, ...]:
         """The finished sources for readers that know no buffers: a payload, a checkpoint."""
         pairs = zip(self.sources, self.buffers, strict=True)
         return tuple(depositing(source, buffer) for source, buffer in pairs)
 
 
-ResidualState: TypeAlias = PlainState | StreamState | SourceState
+class RowState(Protocol):
+    """A state that is a fixed number of rows, of a mechanism here or elsewhere."""
+
+    def settled(self) -> RowState:
+        """The state with nothing left to be done."""
+
+    def pack(self) -> Tensor:
+        """The state [s, b, …] as one tensor [rows * s, b, d], on the wire and in checkpoints."""
+
+    @classmethod
+    def unpack(cls, payload: Tensor, rows: int) -> RowState:
+        """Inverse of ``pack``."""
+
+
+ResidualState: TypeAlias = RowState | SourceState

@@ -73,7 +73,7 @@ class MemoryPlan:
     @cached_property
     def policies(self) -> tuple[str, ...]:
         """The policies that the mechanism knows, least extra work first."""
-        return tuple(name for name, ours in RECOMPUTE.items() if self.residual.mechanism in ours)
+        return ("none", *self.residual.entry.recompute)
 
     def predict(self, policy: str | None = None) -> Prediction:
         """The configured policy, or another.
@@ -127,7 +127,7 @@ class MemoryPlan:
         depth = residual.depth_map(self.layout.num_layers)
         if depth is not None:
             return TransferPlan.for_sources(self.layout, depth, residual.transport)
-        streams = residual.streams if residual.is_streams else 1
+        streams = residual.rows
         return TransferPlan.for_streams(self.layout, streams)
 
     def _predict(

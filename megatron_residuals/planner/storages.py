@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.planner.sizes import ModelSizes, host_layer_bytes
@@ -82,7 +83,7 @@ class StageStorages:
                 # a write's backward precedes the replay, and nothing else wanted the output
                 replays[-1].pop(f"y:{last}", None)
             found += replays
-            if self.residual.is_streams:
+            if isinstance(self.residual.entry, Streams):
                 # attention or MLP and what is behind it have gone before the coefficients' turn
                 gone = {f"{name}:{last}" for name in ("y", "host", "norm", "stats", "x")}
                 rest = {name: size for name, size in replays[-1].items() if name not in gone}
@@ -192,7 +193,7 @@ class StageStorages:
             if self.plan.depth is not None:
                 yield from self._state(end)
                 yield self._scores(end, 2 * self._depth.num_read(end))
-            elif residual.is_streams and residual.resolved_contraction == "learned":
+            elif isinstance(residual.entry, Streams) and residual.resolved_contraction == "learned":
                 yield from self._state(end)
                 weights = residual.streams * sizes.tokens * sizes.wide_bytes
                 yield Storage("contraction weights", weights, RESIDUAL)
@@ -219,7 +220,7 @@ class StageStorages:
                 yield Storage(f"x:{i}", sizes.row_bytes * kept, RESIDUAL)
         if self._keeps_state(i):
             yield from self._state(i)
-        if residual.is_streams:
+        if isinstance(residual.entry, Streams):
             yield Storage(f"y:{i}", sizes.row_bytes, RESIDUAL)
             yield Storage(f"coefficients:{i}", self._coefficient_bytes, RESIDUAL)
         elif self.plan.depth is not None:
@@ -316,7 +317,7 @@ class StageStorages:
     def _before(self, i: int) -> str:
         if i > self.sublayers.start:
             return f"after:{i - 1}"
-        if self.residual.is_streams and i == 0:
+        if isinstance(self.residual.entry, Streams) and i == 0:
             return "streams"
         return f"payload:{self.stage}" if self.stage else "embedding"
 
@@ -346,7 +347,7 @@ class StageStorages:
         rows = 1
         if name.startswith("payload:"):
             rows = self.plan.rows_in(int(name.removeprefix("payload:")))
-        elif self.residual.is_streams and name != "embedding":
+        elif isinstance(self.residual.entry, Streams) and name != "embedding":
             rows = self.residual.streams
         return Storage(name, rows * self.sizes.row_bytes, RESIDUAL)
 

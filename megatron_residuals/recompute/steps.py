@@ -34,7 +34,7 @@ def plain_step(
     residual: SublayerResidual[Any, Any], state: Any, sublayer: Sublayer
 ) -> ResidualState:
     """Read, run, write; autograd keeps what it wants."""
-    x, pending = residual(state)
+    x, pending = residual.read(state)
     return residual.write(pending, sublayer(x))
 
 
@@ -80,7 +80,7 @@ class MixStep:
         if not torch.is_grad_enabled():
             return plain_step(residual, state, sublayer)
         replay = Replay()
-        x, pending = residual(state)
+        x, pending = residual.read(state)
         replay.remember(x, residual.rereader(pending))
         # a tensor of our own: the host hooks the recomputation of its norm, which reads x, to what
         # the sublayer returns, and of two hooks on one tensor the host's would run first
@@ -115,7 +115,7 @@ class GroupStep:
         """Read, run, write; forget inside the group, arm its replay behind it."""
         if not torch.is_grad_enabled():
             return plain_step(residual, state, sublayer)
-        x, pending = residual(state)
+        x, pending = residual.read(state)
         self._arrive(pending.streams)
         replay = self._replay
         replay.remember(x, residual.rereader(pending))

@@ -55,7 +55,7 @@ def write_run(folder: Path, mechanism: str, iterations: tuple[int, ...] = (10, 2
         "start",
         {
             "config": f"{mechanism}(log_interval=10)",
-            "settings": dataclasses.asdict(ResidualConfig(mechanism, log_interval=10)),
+            "settings": ResidualConfig(mechanism, log_interval=10).as_mapping(),
             "num_layers": LAYERS,
             "pipeline": {"ranks": STAGES, "chunks": 1},
             "plan": plan.grid(),

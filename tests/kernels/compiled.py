@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_residuals import kernels
 from megatron_residuals.modules import SourceState, StreamState
-from megatron_residuals.modules.depth_attention import DepthAttention, open_reads
-from megatron_residuals.modules.hyper_connection import ManifoldHyperConnection
+from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
+from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
 from tests.functional.loops import random_tensors
 from tests.kernels.boundary_case import BoundaryCase
 
@@ -117,7 +117,7 @@ def stream_modules(backend: str) -> tuple[Function, list[Tensor]]:
     def run(entering: Tensor, *_: Tensor) -> list[Tensor]:
         state = StreamState(entering)
         for layer in layers:
-            x, pending = layer(state)
+            x, pending = layer.read(state)
             state = layer.write(pending, torch.tanh(x))
         return [state.settled().streams]
 
@@ -134,7 +134,7 @@ def source_modules(backend: str) -> tuple[Function, list[Tensor]]:
     def run(first: Tensor, second: Tensor, partial: Tensor, *_: Tensor) -> list[Tensor]:
         state = open_reads(SourceState.of([first, second], partial), layers)
         for layer in layers:
-            x, pending = layer(state)
+            x, pending = layer.read(state)
             state = layer.write(pending, torch.tanh(x))
         return [state.partial]
 

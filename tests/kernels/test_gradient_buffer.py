@@ -192,7 +192,7 @@ def embedding_gradients(cast: Callable[[Tensor], Tensor], seeds: range) -> Tenso
         embedded = cast(model.shared.embedding[tokens(seed)])
         state: Any = open_state(model.config, embedded)
         for residual, sublayer in zip(model.residuals, model.shared.sublayers, strict=True):
-            x, pending = residual(state)
+            x, pending = residual.read(state)
             state = residual.write(pending, cast(sublayer(cast(x).double())))
         logits = model.shared.logits(cast(model.head(state)).double())
         cotangent = random_tensors(seed)(*logits.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_residuals import functional, kernels
 from megatron_residuals.kernels import external, liger_reads, liger_streams
 from megatron_residuals.kernels.dispatch import interpreting
-from megatron_residuals.modules.hyper_connection import ManifoldHyperConnection
+from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
 from megatron_residuals.modules.state import StreamState
 from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
 from megatron_residuals.testing import assert_close

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import functional, kernels
-from megatron_residuals.modules.hyper_connection import HyperConnection
+from megatron_residuals.mechanisms.streams.module import HyperConnection
 from tests.functional.loops import random_tensors
 from tests.kernels.boundary_case import BoundaryCase
 from tests.kernels.stand_ins import provide, take_away

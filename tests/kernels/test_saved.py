@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_residuals import functional, kernels
 from megatron_residuals.modules import SourceState
-from megatron_residuals.modules.depth_attention import DepthAttention
+from megatron_residuals.mechanisms.sources.module import DepthAttention
 from tests.functional.loops import random_tensors
 from tests.kernels.cases import Case, cases, stream_cases
 
@@ -106,7 +106,7 @@ def test_many_readers_keep_each_source_once(dtype: torch.dtype) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for module in modules:
-            module(state)
+            module.read(state)
     parameters = storages([p for module in modules for p in module.parameters()])
     found = {key: t for key, t in storages(kept).items() if key not in parameters}
     large = {key for key, tensor in found.items() if tensor.numel() >= leaves[0].numel()}

@@ -25,14 +25,21 @@ class Everything:
         self.pending: dict[int, list[Any]] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         for index, module in enumerate(self.modules):
-            module.register_forward_hook(functools.partial(self._after, index))
-            if isinstance(module, SublayerResidual):
-                module.write = functools.partial(self._write, index, module.write)
+            if not isinstance(module, SublayerResidual):
+                module.register_forward_hook(functools.partial(self._after_close, index))
+                continue
+            module.read = functools.partial(self._read, index, module.read)
+            module.write = functools.partial(self._write, index, module.write)
 
-    def _after(self, index: int, module: Any, inputs: Any, result: Any) -> None:
-        if inputs[0] is None:  # a call that only asks for parameters
-            return
-        x, pending = result if isinstance(module, SublayerResidual) else (result, inputs[0])
+    def _after_close(self, index: int, module: Any, inputs: Any, hidden: Tensor) -> None:
+        self._note(index, hidden, inputs[0])
+
+    def _read(self, index: int, read: Any, state: Any) -> Any:
+        x, pending = read(state)
+        self._note(index, x, pending)
+        return x, pending
+
+    def _note(self, index: int, x: Tensor, pending: Any) -> None:
         self.reads.setdefault(index, []).append(x.detach())
         self.pending.setdefault(index, []).append(pending)
 

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 
 import pytest
 
 from megatron_residuals import run
-from megatron_residuals.config import ResidualConfig
+from megatron_residuals.config import ResidualConfig, options_for
 from megatron_residuals.mcore.arguments import (
     CONVERT_BLOCK_LENGTH,
     LR_MULT,
@@ -30,7 +29,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_every_option_has_a_flag_and_none_has_a_default() -> None:
     assert set(vars(parse()).values()) == {None}
-    options = {flag_of(field.name) for field in dataclasses.fields(ResidualConfig)}
+    options = {MECHANISM_FLAG, *(flag_of(option.name) for option in options_for())}
     of_the_run = {flag_name(name) for name in (CONVERT_BLOCK_LENGTH, LR_MULT, WD_MULT)}
     assert {flag_name(name) for name in vars(parse())} == options | of_the_run
 
@@ -41,7 +40,7 @@ def test_the_help_of_the_runner_lists_every_flag(capsys: pytest.CaptureFixture[s
         run.main(["--help"])
     printed = capsys.readouterr().out
     assert "among ARGS" in printed and "--cpu-host" in printed
-    flags = {flag_of(field.name) for field in dataclasses.fields(ResidualConfig)}
+    flags = {MECHANISM_FLAG, *(flag_of(option.name) for option in options_for())}
     assert flags <= set(re.findall(r"--[\w-]+", printed))
     assert "[hc, mhc; default: 4]" in " ".join(printed.split())
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.mechanisms.sources import Sources
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.diagnostics.records import Record
 from megatron_residuals.mcore import monitor
 from megatron_residuals.pipeline.plan import TransferPlan
@@ -90,10 +92,10 @@ def watch_step(toy: ToyGPT, text: str) -> tuple[Record, dict[str, Any]]:
         "residual/gradient_rms": [rms([y.grad for y in all_.outputs[i]]) for i in range(last)],
     }
     by_place = []
-    if chunk.decoder.residual.is_streams:
+    if isinstance(chunk.decoder.residual.entry, Streams):
         by_place = [stream_figures(all_, i, mhc=mechanism == "mhc") for i in range(last)]
         expected |= {f"{prefix}/{k}": v for k, v in composites(all_, 32).items()}
-    if chunk.decoder.residual.is_sources:
+    if isinstance(chunk.decoder.residual.entry, Sources):
         most = len(all_.pending[last][0].readable)
         by_place = [source_figures(all_, i, most) for i in range(last + 1)]
     for name in by_place[0] if by_place else ():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.modules import SourceState
-from megatron_residuals.modules.depth_attention import DepthQuery
+from megatron_residuals.mechanisms.sources.module import DepthQuery
 from megatron_residuals.testing import assert_close
 from tests.modules.tiny_model import (
     NUM_LAYERS,
@@ -157,7 +157,7 @@ def test_no_source_is_lost_or_doubled_at_any_sublayer(block_sublayers: int) -> N
         held = torch.stack([*state.sources, state.partial]).sum(0)
         assert_close(held, total, dtype=torch.float64, kind="same_math", name=f"sublayer {i}")
         if i < NUM_SUBLAYERS:
-            x, pending = model.residuals[i](state)
+            x, pending = model.residuals[i].read(state)
             output = model.shared.sublayers[i](x)
             total = total + output
             state = model.residuals[i].write(pending, output)
@@ -179,7 +179,7 @@ def test_a_huge_query_selects_each_source_of_each_sublayer_in_turn(block_sublaye
             selected = select(reader, state, expected[2, 1])
             assert_close(selected[2, 1], expected[2, 1], dtype=torch.float64, kind="reordered")
         if i < NUM_SUBLAYERS:
-            x, pending = model.residuals[i](state)
+            x, pending = model.residuals[i].read(state)
             outputs.append(model.shared.sublayers[i](x))
             state = model.residuals[i].write(pending, outputs[-1])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.modules import StreamState, build_head, build_sublayer_residual
-from megatron_residuals.modules.hyper_connection import (
+from megatron_residuals.mechanisms.streams.module import (
     HyperConnection,
     ManifoldHyperConnection,
     StreamHead,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.sources import Sources
 from megatron_residuals.modules import build_head, build_sublayer_residual
 from tests.functional.loops import random_tensors
 from tests.modules.tiny_model import MECHANISMS, NUM_LAYERS, TinyModel, tokens
@@ -75,7 +76,7 @@ def test_one_backward_gives_every_parameter_a_gradient(
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-    if config.is_sources:
+    if isinstance(config.entry, Sources):
         first = model.residuals[0]
         assert torch.equal(first.query.grad, torch.zeros_like(first.query))
 

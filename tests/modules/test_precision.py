@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.functional import depth_weights
 from megatron_residuals.modules import (
     ResidualState,
@@ -20,8 +21,8 @@ from megatron_residuals.modules import (
     build_head,
     build_sublayer_residual,
 )
-from megatron_residuals.modules.depth_attention import DepthQuery
-from megatron_residuals.modules.hyper_connection import StreamResidual
+from megatron_residuals.mechanisms.sources.module import DepthQuery
+from megatron_residuals.mechanisms.streams.module import StreamResidual
 from tests.functional.loops import random_tensors
 from tests.modules.tiny_model import MECHANISMS, NUM_LAYERS
 
@@ -117,7 +118,7 @@ def test_a_checkpoint_in_16_bit_loads_into_float32(config: ResidualConfig) -> No
 
 def state_of(config: ResidualConfig, dtype: torch.dtype) -> ResidualState:
     draw = random_tensors(2)
-    if config.is_streams:
+    if isinstance(config.entry, Streams):
         return StreamState(draw(6, 2, config.streams, D).to(dtype))
     return SourceState(tuple(draw(6, 2, D).to(dtype) for _ in range(3)), draw(6, 2, D).to(dtype))
 
@@ -182,11 +183,11 @@ def test_activations_keep_their_dtype_and_are_rounded_once(
     layer = model_of(config).to(dtype)[0]
     exact = copy.deepcopy(layer).double()
     state, output = state_of(config, dtype), random_tensors(3)(6, 2, D).to(dtype)
-    (x, pending), (x64, pending64) = layer.residual(state), exact.residual(as_float64(state))
+    (x, pending), (x64, pending64) = layer.residual.read(state), exact.residual.read(as_float64(state))
     assert_rounded_once(x, x64)
     written = layer.residual.write(pending, output)
     written64 = exact.residual.write(pending64, output.double())
-    if config.is_streams:
+    if isinstance(config.entry, Streams):
         assert_rounded_once(written.settled().streams, written64.settled().streams)
     else:
         assert_rounded_once(written.partial, written64.partial)
@@ -203,7 +204,9 @@ def test_gradients_of_float32_parameters_are_float32_accurate(config: ResidualCo
         own, wide = list(module.parameters()), list(reference.parameters())
         if not own:
             continue
-        x, x64 = first(module(state)), first(reference(as_float64(state)))
+        verb = "read" if module is layer.residual else "close"
+        x = first(getattr(module, verb)(state))
+        x64 = first(getattr(reference, verb)(as_float64(state)))
         grads = torch.autograd.grad(x, own, cotangent, allow_unused=True)
         exact_grads = torch.autograd.grad(x64, wide, cotangent.double(), allow_unused=True)
         for grad, exact_grad in zip(grads, exact_grads, strict=True):

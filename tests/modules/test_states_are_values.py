@@ -42,7 +42,7 @@ def test_reading_and_writing_twice_gives_the_same(config: ResidualConfig) -> Non
     model = TinyModel(config, random_residual=0.5)
     for i, state in enumerate(model.states(tokens())[:-1]):
         residual = model.residuals[i]
-        (x, pending), (again, pending_again) = residual(state), residual(state)
+        (x, pending), (again, pending_again) = residual.read(state), residual.read(state)
         assert torch.equal(x, again)
         output = model.shared.sublayers[i](x)
         first = residual.write(pending, output)
@@ -106,7 +106,7 @@ def test_sources_are_passed_on_by_reference_each_held_once(block_sublayers: int)
     state = model.open(tokens())
     assert isinstance(state, SourceState) and state.sources == ()
     for i in range(NUM_SUBLAYERS):
-        x, pending = model.residuals[i](state)
+        x, pending = model.residuals[i].read(state)
         output = model.shared.sublayers[i](x)
         after = model.residuals[i].write(pending, output)
         for old, new in zip(state.sources, after.sources, strict=False):

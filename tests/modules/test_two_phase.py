@@ -10,7 +10,7 @@ import torch
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.modules import ResidualState, SourceState
-from megatron_residuals.modules.depth_attention import DepthAttention, open_reads
+from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
 from megatron_residuals.testing import assert_close
 from megatron_residuals.two_phase import cut_at_blocks, reads_in_two_phases
 from tests.modules.tiny_model import NUM_LAYERS, NUM_SUBLAYERS, Outcome, TinyModel, outcome, tokens
@@ -94,6 +94,8 @@ def test_modules_are_called_before_their_parameters_are_read() -> None:
     state = open_reads(state, readers_of(model, range(4)))
     assert called == [0, 1, 2, 3]
     model.step(state, 0)
+    assert called == [0, 1, 2, 3]  # phase 2 uses no parameter
+    model.step(model.open(tokens()), 0)
     assert called == [0, 1, 2, 3, 0]
 
 
@@ -103,7 +105,7 @@ def test_reading_again_gives_the_same_and_holds_no_value_of_another_reader() -> 
     assert isinstance(state, SourceState)
     state = open_reads(state, readers_of(model, range(4)))
     for i in range(4):
-        x, pending = model.residuals[i](state)
+        x, pending = model.residuals[i].read(state)
         again = model.residuals[i].rereader(pending)  # type: ignore[operator]
         held = again.args[0]
         assert held.reads == () and held.output is None

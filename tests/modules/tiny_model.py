@@ -112,7 +112,7 @@ class TinyModel(nn.Module):
         return open_state(self.config, self.shared.embedding[tokens])
 
     def step(self, state: ResidualState, i: int) -> ResidualState:
-        x, pending = self.residuals[i](state)
+        x, pending = self.residuals[i].read(state)
         return self.residuals[i].write(pending, self.shared.sublayers[i](x))
 
     def close(self, state: ResidualState) -> Tensor:

@@ -112,7 +112,7 @@ def test_mhc_computes_what_transformers_computes_forward_and_backward(streams: i
 
     state = open_state(config, embedding)
     for i, sublayer in enumerate(sublayers):
-        x, pending = modules[sublayer_key(i, "")](state)
+        x, pending = modules[sublayer_key(i, "")].read(state)
         state = modules[sublayer_key(i, "")].write(pending, sublayer(x))
     mine = modules[head_key("")](state)
     public = theirs(embedding, sublayers)

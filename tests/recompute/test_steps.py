@@ -282,7 +282,7 @@ def test_the_input_is_back_before_hooks_on_the_sublayer_s_output_run(residual: s
             state: Any = model.open(tokens())
             for module, sublayer in zip(model.residuals, sublayers, strict=True):
                 if step is plain_step:
-                    inputs.append(module(state)[0].detach())
+                    inputs.append(module.read(state)[0].detach())
                 state = step(module, state, sublayer)
             model.close(state).sum().backward()
         for x, sublayer in zip(inputs, sublayers, strict=True):

@@ -26,9 +26,9 @@ class Counted:
         # replays hold this object, and must not hold the run with all its tensors
         self._module, self._calls, self._run = module, run.calls, weakref.ref(run)
 
-    def __call__(self, state: Any) -> Any:
+    def read(self, state: Any) -> Any:
         self._calls["read"] += 1
-        x, pending = self._module(state)
+        x, pending = self._module.read(state)
         if isinstance(state, StreamState) and (run := self._run()) is not None:
             run.fronts.append(pending.streams)
         return x, pending

@@ -25,6 +25,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.pipeline.layout import StageLayout
 
@@ -47,7 +48,7 @@ def stage_planes(layout: StageLayout, residual: ResidualConfig, stage: int) -> P
     num_sublayers = 2 * layout.layers[stage]
     first = 2 * layout.first_layer(stage)
     has_head = num_sublayers > 0 and first + num_sublayers == 2 * layout.num_layers
-    if residual.is_streams:
+    if isinstance(residual.entry, Streams):
         n = residual.streams
         planes = Planes(
             num_sublayers * (3 * n + 2 - PLAIN_PLANES), num_sublayers * (5 * n + 4 - PLAIN_PLANES)

@@ -61,8 +61,8 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
         """h_pre, h_post [..., n] and h_res [..., n, n] for streams [..., n, d]."""
 
-    def read(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
-        """The weighted sum of the streams."""
+    def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
+        """``read``: the weighted sum of the streams."""
         streams = state.settled().streams
         pending = PendingWrite(streams, *self.coefficients(streams))
         return self.reread(pending), pending
@@ -193,8 +193,8 @@ class ManifoldHyperConnection(StreamResidual):
         """Sigmoid gates and a Sinkhorn-normalised mixing matrix from all streams together."""
         return mhc_coefficients(streams, *self._weights(), **self._options())
 
-    def read(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
-        """The write that is still to be done, the coefficients and the read in one step."""
+    def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
+        """``read``: the write that is still to be done, the coefficients and the read in one step."""
         streams, x, h_pre, h_post, h_res = update_and_read(
             state.streams, state.update, *self._weights(), **self._options(), backend=self.kernels
         )

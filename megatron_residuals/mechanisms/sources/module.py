@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention Residuals: Block AttnRes, and Full AttnRes as blocks of one sublayer."""
+"""Modules that read from depth sources: Block AttnRes, and Full AttnRes as blocks of one sublayer."""
 
 from __future__ import annotations
 
@@ -43,28 +43,58 @@ class DepthQuery(Float32Module):
         nn.init.zeros_(self.query)
         nn.init.ones_(self.key_gain)
 
-    def attend(self, state: SourceState) -> Tensor:
+    def attend(self, state: SourceState, query: Tensor, key_gain: Tensor) -> Tensor:
         """Weighted sum of the finished sources and the running one -> [..., d]."""
         return read_sources(
             (*state.sources, state.partial),
-            self.query,
-            self.key_gain,
+            query,
+            key_gain,
             eps=self.eps,
             buffers=state.buffers,
             backend=self.kernels,
         )
 
 
-class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
-    """Reads by attention over depth; writes into the running sum of its block.
+class SourceResidual(SublayerResidual[SourceState, SourceState]):
+    """Writes into the running sum of a block; how it reads is left to ``attend``.
 
     The first sublayer of a block (``opens_block``) still reads the finished sum of the previous
-    block as the running source; only then is that sum closed and a fresh one started. The first
-    sublayer of all has one source, the embedding, whose weight is exactly one; its query gets an
-    exact zero gradient, so that every parameter takes part in every step.
+    block as the running source; only then is that sum closed and a fresh one started.
+    """
 
-    Where `open_reads` has prepared the state, the finished sources have been read already and what
-    is left is to merge with the running sum.
+    def __init__(self, *, opens_block: bool = False) -> None:
+        super().__init__()
+        self.opens_block = opens_block
+
+    def attend(self, sources: tuple[Tensor, ...]) -> Tensor:
+        """x [..., d] from the finished sources [..., d] each, the running sum last."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no attend(sources), which returns the sublayer's input"
+        )
+
+    def forward(self, state: SourceState) -> tuple[Tensor, SourceState]:
+        """``read``: the finished sources as readers see them that sum gradients by autograd."""
+        return self.attend(state.visible), state
+
+    def reread(self, pending: SourceState) -> Tensor:
+        """The same read again."""
+        return self.read(pending)[0]
+
+    def write(self, pending: SourceState, output: Tensor) -> SourceState:
+        """Close the running sum and start the next with the output, or add the output to it."""
+        if self.opens_block:
+            return pending.closing()._replace(partial=output)
+        return pending._replace(partial=pending.partial + output)
+
+
+class DepthAttention(DepthQuery, SourceResidual):
+    """Reads by attention over depth.
+
+    The first sublayer of all has one source, the embedding, whose weight is exactly one; its query
+    gets an exact zero gradient, so that every parameter takes part in every step.
+
+    With ``two_phase`` a pass over the finished sources serves all readers of a part of a block
+    (`begin`), and what is left to each is to merge with the running sum.
     """
 
     def __init__(
@@ -72,25 +102,32 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
         hidden_size: int,
         *,
         opens_block: bool,
+        two_phase: bool = False,
         eps: float,
         kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
         super().__init__(hidden_size, eps=eps, kernels=kernels, device=device)
-        self.opens_block = opens_block
+        self.opens_block, self.two_phase = opens_block, two_phase
 
-    def forward(self, state: SourceState | None) -> Any:
-        """``read``; without a state, what `open_reads` needs: query o key_gain [d].
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The query and the key gain [d].
 
-        So an early reader of the parameters calls the module too, as wrappers that gather
-        parameters on a call expect.
+        Some reads ask for them ahead of the sublayer's turn; asked for by a call, the hooks of
+        wrappers that gather parameters fire in time.
         """
-        return self.query * self.key_gain if state is None else self.read(state)
+        return self.query, self.key_gain
+
+    def begin(
+        self, readers: Sequence[SublayerResidual[Any, Any]], state: SourceState
+    ) -> SourceState:
+        """Phase 1 for all of them, where reads are in two phases."""
+        return open_reads(state, readers) if self.two_phase else state
 
     def read(self, state: SourceState) -> tuple[Tensor, SourceState]:
-        """Attention over every finished source and the running one."""
+        """Attention over every finished source and the running one; phase 2 where 1 has been."""
         if not state.reads:
-            return self.attend(state), state
+            return self.attend(state, *self()), state
         if self.opens_block:
             return state.reads[0].values, state
         x, partial = merge_running(
@@ -98,20 +135,17 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
         )
         return x, state._replace(partial=partial, output=None)
 
-    def reread(self, pending: SourceState) -> Tensor:
-        """The same attention again."""
-        return self.rereader(pending)()
-
     def rereader(self, pending: SourceState) -> Callable[[], Tensor]:
         """``reread`` that holds no more than sources and the running sum."""
         two_phase = len(pending.reads) > 0
         return functools.partial(self._reread, pending._replace(reads=()), two_phase)
 
+    def reread(self, pending: SourceState) -> Tensor:
+        """The same attention again."""
+        return self.rereader(pending)()
+
     def _reread(self, state: SourceState, two_phase: bool) -> Tensor:
-        if two_phase:
-            state = open_reads(state, [self])
-        x: Tensor = self.read(state)[0]
-        return x
+        return self.read(open_reads(state, [self]) if two_phase else state)[0]
 
     def write(self, pending: SourceState, output: Tensor) -> SourceState:
         """Close the running sum and start the next with the output, or add the output to it.
@@ -126,18 +160,22 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
         return pending._replace(partial=pending.partial + output, reads=())
 
 
-def open_reads(state: SourceState, readers: Sequence[DepthAttention]) -> SourceState:
-    """The first phase of consecutive sublayers of one block: the state with what each will find.
+def open_reads(
+    state: SourceState, readers: Sequence[SublayerResidual[Any, Any]]
+) -> SourceState:
+    """Phase 1 of consecutive sublayers of one block: the state with what each will find.
 
     One pass over the finished sources for all readers; the first reader's block is opened if it
     opens one, which finishes one source more.
     """
     first = readers[0]
+    assert isinstance(first, DepthAttention), "of one mechanism"
     if first.opens_block:
         state = state.closing()
+    asked = [reader() for reader in readers]
     reads = read_closed(
         state.sources,
-        torch.stack([reader(None) for reader in readers]),
+        torch.stack([query * key_gain for query, key_gain in asked]),
         eps=first.eps,
         buffers=state.buffers,
         backend=first.kernels,
@@ -150,4 +188,4 @@ class DepthHead(DepthQuery, ResidualHead[SourceState]):
 
     def close(self, state: SourceState) -> Tensor:
         """Attention over all blocks, the last possibly short."""
-        return self.attend(state)
+        return self.attend(state, self.query, self.key_gain)

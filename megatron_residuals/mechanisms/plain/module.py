@@ -13,8 +13,8 @@ from megatron_residuals.modules.state import PlainState
 class PlainResidual(SublayerResidual[PlainState, PlainState]):
     """x = h,  h' = h + y."""
 
-    def read(self, state: PlainState) -> tuple[Tensor, PlainState]:
-        """The stream itself."""
+    def forward(self, state: PlainState) -> tuple[Tensor, PlainState]:
+        """``read``: the stream itself."""
         return state.hidden, state
 
     def reread(self, pending: PlainState) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import raise_faults
-from megatron_residuals.interchange.deepseek_v4 import check_shapes
+from megatron_residuals.mechanisms.streams.deepseek_v4 import check_shapes
 from megatron_residuals.interchange.names import head_key, sublayer_key
 
 NAME = "kimi-k3"

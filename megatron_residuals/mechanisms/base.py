@@ -1,0 +1,144 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a mechanism says about itself: the one description that everything else asks.
+
+Standard library only; what needs PyTorch is imported by the methods that build it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from megatron_residuals.depth import DepthMap
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_residuals.config import ResidualConfig
+    from megatron_residuals.diagnostics.probe import Probe
+    from megatron_residuals.modules import ResidualHead, ResidualState, RowState, SublayerResidual
+
+Setting: TypeAlias = str | int | float | bool
+LIBRARIES = ("fla", "liger")
+"""External libraries that may compute a mechanism."""
+
+
+class Place(NamedTuple):
+    """Where a residual module stands: the global index of its sublayer, over what depth.
+
+    ``depth`` is that of mechanisms with depth sources. hidden_size is d; device None is torch's.
+    """
+
+    hidden_size: int
+    sublayer: int
+    depth: DepthMap | None = None
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a mechanism that has none."""
+
+
+class Mechanism:
+    """One way to connect sublayers over depth. A mechanism of yours derives from this class.
+
+    The methods below `build_sublayer` have defaults; each says what the default gives up.
+
+    Args:
+        name: what ``--residual`` calls it; of one outside this package ``my_module:NAME``.
+
+    Attributes:
+        summary: what a sublayer reads, in a few words.
+        options: the dataclass of its own options, fields made by ``options.option``; each becomes
+            the flag ``--residual-<field>`` and a keyword of ``ResidualConfig``.
+        recompute: values of ``--residual-recompute`` that its state can be replayed under, beside
+            ``none``.
+        weights: mechanisms that name the same here load each other's checkpoints.
+        libraries: external libraries that have kernels for it.
+        prefix: in front of the names of its metrics.
+        is_stock: whether it is the host's own residual connection, whose checkpoints hold nothing
+            of it.
+        opens_at_embedding: whether the state begins at the embedding, wherever the first layer is;
+            otherwise in the stage of the first layer, and the embedding travels as one row.
+    """
+
+    summary: str = ""
+    options: type = NoOptions
+    recompute: tuple[str, ...] = ("mix",)
+    libraries: tuple[str, ...] = ()
+    is_stock: bool = False
+    opens_at_embedding: bool = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weights = name
+        self.prefix = name.rpartition(":")[2].lower()
+
+    # the model: these three, and open, are what a mechanism is
+
+    def open(self, config: ResidualConfig, embedding: Tensor) -> ResidualState:
+        """The state in front of the first sublayer, from the embedding [..., d]."""
+        from megatron_residuals.modules import PlainState
+
+        return PlainState(embedding)
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> SublayerResidual[Any, Any]:
+        """The module that reads and writes the state at one sublayer."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no build_sublayer(config, place), which returns the "
+            "SublayerResidual of one sublayer"
+        )
+
+    def build_head(self, config: ResidualConfig, place: Place) -> ResidualHead[Any]:
+        """The module that closes the state in front of the final norm."""
+        from megatron_residuals.mechanisms.plain.module import PlainHead
+
+        return PlainHead()
+
+    # the state between sublayers
+
+    def unpack(self, config: ResidualConfig, payload: Tensor) -> RowState:
+        """The state whose ``pack`` gave a payload [rows * s, b, d]; not for depth sources."""
+        from megatron_residuals.modules import PlainState
+
+        return PlainState.unpack(payload, self.rows(config))
+
+    def rows(self, config: ResidualConfig) -> int:
+        """Rows [s, b, h] of the state between two sublayers, where it has no depth sources."""
+        return 1
+
+    def depth_map(
+        self, config: ResidualConfig, num_layers: int, sublayers_per_layer: int
+    ) -> DepthMap | None:
+        """The depth sources of the state; None where it is a fixed number of rows."""
+        return None
+
+    def parts(
+        self, config: ResidualConfig, depth: DepthMap | None, sublayers: range
+    ) -> Sequence[range]:
+        """Consecutive sublayers cut into those that begin together (``SublayerResidual.begin``)."""
+        return [sublayers]
+
+    # settings
+
+    def faults(self, config: ResidualConfig) -> list[str]:
+        """What is wrong with options that are each valid by themselves."""
+        return []
+
+    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
+        """The settings that the weights depend on, as a checkpoint remembers them.
+
+        By default every option that binds, under its own name.
+        """
+        return config.binding_options()
+
+    def kernel_fault(self, config: ResidualConfig) -> str | None:
+        """Why the library that ``--residual-kernels`` names cannot compute it; None if it can."""
+        if config.kernels in self.libraries:
+            return None
+        has = ", ".join(self.libraries) or "none of them"
+        return f"has no kernels for {self.name}, for which there are {has}; use auto"

@@ -1,0 +1,176 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mechanisms that read from depth sources: Full and Block AttnRes, and the base of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_residuals.depth import DepthMap
+from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, Place, Setting
+from megatron_residuals.mechanisms.options import option
+from megatron_residuals.two_phase import cut_at_blocks, reads_in_two_phases
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_residuals.config import ResidualConfig
+    from megatron_residuals.mechanisms.sources.module import DepthAttention, DepthHead
+    from megatron_residuals.modules import SourceState
+
+# Around eight blocks recover most of the gain (Attention Residuals, section 5; Kimi-K3 uses eight).
+DEFAULT_NUM_BLOCKS = 8
+BLOCK_LENGTH = "block_sublayers"
+TWO_PHASE = ("auto", "on", "off")
+
+
+class Sources(Mechanism):
+    """A state of finished sources and a running sum, opened at the embedding.
+
+    By itself every output is a source of its own, a block of one sublayer. Pipelines send only
+    sources that the receiver lacks, and the policies ``block`` keep nothing but sources.
+    """
+
+    summary = "a function of the outputs of all earlier sublayers"
+    recompute = ("mix", "block", "block+layer")
+    opens_at_embedding = True
+
+    def depth_map(
+        self, config: ResidualConfig, num_layers: int, sublayers_per_layer: int
+    ) -> DepthMap:
+        """Blocks of one sublayer."""
+        return DepthMap(num_layers, 1, sublayers_per_layer)
+
+    def open(self, config: ResidualConfig, embedding: Tensor) -> SourceState:
+        """No source finished; the running sum is the embedding."""
+        from megatron_residuals.modules import SourceState
+
+        return SourceState((), embedding)
+
+    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
+        """With the block length in sublayers, at most the whole model."""
+        record = dict(config.binding_options())
+        if depth is not None:
+            record.pop("block_layers", None)
+            record[BLOCK_LENGTH] = min(depth.block_sublayers, depth.num_sublayers)
+        return record
+
+
+@dataclass(frozen=True)
+class AttnResOptions:
+    """Options of Full AttnRes."""
+
+    attnres_eps: float = option(1e-6, "eps of the RMS norm of the AttnRes keys", above=0.0)
+    two_phase: str = option(
+        "auto",
+        "read the finished sources once for all sublayers of a block, then merge each with the "
+        "running sum: on, off, or auto (where it moves fewer bytes)",
+        choices=TWO_PHASE,
+        binds=False,
+    )
+
+
+@dataclass(frozen=True)
+class BlockAttnResOptions(AttnResOptions):
+    """Options of Block AttnRes."""
+
+    block_layers: int | None = option(
+        None, "AttnRes block length in transformer layers (attention + MLP = 1)", minimum=1
+    )
+    block_sublayers: int | None = option(
+        None,
+        "AttnRes block length in sublayers (attention = 1, MLP = 1)",
+        minimum=1,
+        advice="every sublayer has a query of its own, whatever the length, so the weights can be "
+        "taken over if you mean it: --residual-convert-block-length",
+    )
+
+
+class AttnRes(Sources):
+    """Full AttnRes (arXiv 2603.15031): Block AttnRes with one sublayer per block."""
+
+    summary = "attention over the outputs of all earlier sublayers"
+    options = AttnResOptions
+    libraries = LIBRARIES
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.weights = "block_attnres"  # the length in the record tells the two apart
+        self.prefix = "attnres"
+
+    def faults(self, config: ResidualConfig) -> list[str]:
+        """Libraries read for one sublayer at a time."""
+        if config.two_phase == "on" and config.kernels in LIBRARIES:
+            return [
+                f"two_phase is 'on', but kernels={config.kernels!r} reads for one sublayer at a "
+                "time; leave two_phase out, or use kernels='auto'"
+            ]
+        return []
+
+    def two_phase(self, config: ResidualConfig) -> str:
+        """The option; ``off`` where a library reads, one sublayer at a time."""
+        choice: str = config.two_phase
+        return "off" if config.kernels in LIBRARIES else choice
+
+    def parts(
+        self, config: ResidualConfig, depth: DepthMap | None, sublayers: range
+    ) -> Sequence[range]:
+        """Cut in front of each block, if any reads its finished sources together."""
+        assert depth is not None, "the state has depth sources"
+        choice, parts = self.two_phase(config), cut_at_blocks(depth, sublayers)
+        together = any(reads_in_two_phases(choice, depth, part.start) for part in parts)
+        return parts if together else [sublayers]
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> DepthAttention:
+        """A query over the sources."""
+        from megatron_residuals.mechanisms.sources.module import DepthAttention
+
+        assert place.depth is not None, "the state has depth sources"
+        return DepthAttention(
+            place.hidden_size,
+            opens_block=place.depth.opens_block(place.sublayer),
+            two_phase=reads_in_two_phases(self.two_phase(config), place.depth, place.sublayer),
+            eps=config.attnres_eps,
+            kernels=config.kernels,
+            device=place.device,
+        )
+
+    def build_head(self, config: ResidualConfig, place: Place) -> DepthHead:
+        """The final read."""
+        from megatron_residuals.mechanisms.sources.module import DepthHead
+
+        return DepthHead(
+            place.hidden_size, eps=config.attnres_eps, kernels=config.kernels, device=place.device
+        )
+
+
+class BlockAttnRes(AttnRes):
+    """Block AttnRes (arXiv 2603.15031, section 4)."""
+
+    summary = "attention over block sums"
+    options = BlockAttnResOptions
+
+    def depth_map(
+        self, config: ResidualConfig, num_layers: int, sublayers_per_layer: int
+    ) -> DepthMap:
+        """Blocks of the given length, or the shortest of whole layers that makes at most eight."""
+        if config.block_sublayers is not None:
+            return DepthMap(num_layers, config.block_sublayers, sublayers_per_layer)
+        layers = config.block_layers or -(-num_layers // DEFAULT_NUM_BLOCKS)
+        return DepthMap.from_layers(num_layers, layers, sublayers_per_layer)
+
+    def faults(self, config: ResidualConfig) -> list[str]:
+        """A block has one length."""
+        faults = super().faults(config)
+        if config.block_layers is not None and config.block_sublayers is not None:
+            faults.append(
+                f"block_layers={config.block_layers} and block_sublayers={config.block_sublayers} "
+                "are both given; a block has one length, give one of the two"
+            )
+        return faults
+
+
+ATTNRES = AttnRes("attnres")
+BLOCK_ATTNRES = BlockAttnRes("block_attnres")

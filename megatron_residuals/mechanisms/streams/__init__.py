@@ -1,0 +1,218 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-Connections and their manifold-constrained form: n parallel residual streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megatron_residuals.depth import DepthMap
+from megatron_residuals.mechanisms.base import Mechanism, Place, Setting
+from megatron_residuals.mechanisms.options import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_residuals.config import ResidualConfig
+    from megatron_residuals.mechanisms.streams.module import StreamHead, StreamResidual
+    from megatron_residuals.modules import StreamState
+
+CONVENTIONS = ("paper", "dsv4")
+CONTRACTIONS = ("auto", "mean", "sum", "learned")
+INITIALISATIONS = ("a6", "symmetric")
+HC_NORMS = ("layernorm", "rmsnorm")
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What both forms read. ``contraction_default`` is what ``auto`` stands for."""
+
+    streams: int = option(
+        4,
+        "number n of parallel residual streams",
+        minimum=1,
+        advice="weights of another number of streams do not fit: give the saved number",
+    )
+    contraction: str = option(
+        "auto",
+        "how the streams become one hidden state at the end (auto: HC sum, mHC paper mean, "
+        "mHC dsv4 learned)",
+        choices=CONTRACTIONS,
+    )
+
+    @property
+    def resolved_contraction(self) -> str:
+        """``mean``, ``sum`` or ``learned``: the contraction with ``auto`` replaced."""
+        return self.contraction_default if self.contraction == "auto" else self.contraction
+
+    @property
+    def contraction_default(self) -> str:
+        """HC's."""
+        return "sum"
+
+    @property
+    def resolved_mhc_eps(self) -> float:
+        """Of the norm in a learned head."""
+        return PAPER_EPS
+
+
+PAPER_EPS, DSV4_EPS = 1e-20, 1e-6
+
+
+@dataclass(frozen=True)
+class HcOptions(StreamOptions):
+    """Options of HC."""
+
+    hc_dynamic: bool = option(True, "add the input-dependent (tanh) part to the HC matrices")
+    hc_norm: str = option(
+        "layernorm",
+        "normalisation in front of the dynamic HC projections: layernorm (HC) or rmsnorm (as "
+        "restated by mHC)",
+        choices=HC_NORMS,
+    )
+
+
+@dataclass(frozen=True)
+class MhcOptions(StreamOptions):
+    """Options of mHC."""
+
+    mhc_convention: str = option(
+        "paper",
+        "mHC formula: paper (x' = H_res x) or dsv4 (DeepSeek-V4 layout, eps and head)",
+        choices=CONVENTIONS,
+        advice="the same weights are another function under the other convention: give the saved "
+        "one",
+    )
+    mhc_sinkhorn_iterations: int = option(20, "column+row normalisations of H_res", minimum=1)
+    mhc_eps: float | None = option(
+        None,
+        "eps of the mHC norm and, with dsv4, of its Sinkhorn steps and gates "
+        "(default: 1e-20 paper, 1e-6 dsv4)",
+        above=0.0,
+    )
+    mhc_alpha_init: float = option(
+        0.01, "initial value of the three mHC gating factors", binds=False
+    )
+    mhc_init: str = option(
+        "a6",
+        "initial mHC biases: a6 (one home stream per sublayer, near-identity H_res) or symmetric "
+        "(all zero; streams then never separate unless another parameter breaks the tie)",
+        choices=INITIALISATIONS,
+        binds=False,
+    )
+
+    @property
+    def contraction_default(self) -> str:
+        """DeepSeek-V4 learns its head."""
+        return "learned" if self.mhc_convention == "dsv4" else "mean"
+
+    @property
+    def resolved_mhc_eps(self) -> float:
+        """``mhc_eps`` with the convention's default filled in."""
+        if self.mhc_eps is not None:
+            return self.mhc_eps
+        return DSV4_EPS if self.mhc_convention == "dsv4" else PAPER_EPS
+
+
+class Streams(Mechanism):
+    """A state of n streams [..., n, d], opened in the stage of the first layer."""
+
+    summary = "a weighted sum of n streams, mixed by small matrices"
+    options: ClassVar[type] = StreamOptions
+    recompute = ("mix", "group")
+
+    def rows(self, config: ResidualConfig) -> int:
+        """n."""
+        streams: int = config.streams
+        return streams
+
+    def open(self, config: ResidualConfig, embedding: Tensor) -> StreamState:
+        """n copies of the embedding."""
+        from megatron_residuals.functional import expand_streams
+        from megatron_residuals.modules import StreamState
+
+        return StreamState(expand_streams(embedding, config.streams))
+
+    def unpack(self, config: ResidualConfig, payload: Tensor) -> StreamState:
+        """Streams from the rows that are their memory."""
+        from megatron_residuals.modules import StreamState
+
+        return StreamState.unpack(payload, config.streams)
+
+    def build_head(self, config: ResidualConfig, place: Place) -> StreamHead:
+        """The contraction."""
+        from megatron_residuals.mechanisms.streams.module import StreamHead
+
+        return StreamHead(
+            place.hidden_size,
+            num_streams=config.streams,
+            contraction=config.resolved_contraction,
+            eps=config.resolved_mhc_eps,
+            device=place.device,
+        )
+
+    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
+        """With the contraction that ``auto`` stands for."""
+        return {**config.binding_options(), "contraction": config.resolved_contraction}
+
+
+class HyperConnections(Streams):
+    """HC (arXiv 2409.19606)."""
+
+    options = HcOptions
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
+        """Static or dynamic matrices."""
+        from megatron_residuals.mechanisms.streams.module import HyperConnection
+
+        return HyperConnection(
+            place.hidden_size,
+            num_streams=config.streams,
+            home_stream=place.sublayer % config.streams,
+            dynamic=config.hc_dynamic,
+            norm=config.hc_norm,
+            kernels=config.kernels,
+            device=place.device,
+        )
+
+
+class ManifoldHyperConnections(Streams):
+    """mHC (arXiv 2512.24880) in two conventions."""
+
+    summary = "the same, mixing constrained to doubly stochastic matrices"
+    options = MhcOptions
+    libraries = ("liger",)
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
+        """Gates and a Sinkhorn-normalised matrix."""
+        from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
+
+        return ManifoldHyperConnection(
+            place.hidden_size,
+            num_streams=config.streams,
+            home_stream=place.sublayer % config.streams,
+            convention=config.mhc_convention,
+            iterations=config.mhc_sinkhorn_iterations,
+            eps=config.resolved_mhc_eps,
+            alpha_init=config.mhc_alpha_init,
+            initialisation=config.mhc_init,
+            kernels=config.kernels,
+            device=place.device,
+        )
+
+    def kernel_fault(self, config: ResidualConfig) -> str | None:
+        """Liger has four streams and DeepSeek's convention."""
+        from megatron_residuals.kernels import liger_streams
+
+        without = super().kernel_fault(config)
+        return without or liger_streams.fault(config.streams, config.mhc_convention)
+
+    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
+        """With the eps that the convention fills in."""
+        return {**super().record(config, depth), "mhc_eps": config.resolved_mhc_eps}
+
+
+HC = HyperConnections("hc")
+MHC = ManifoldHyperConnections("mhc")
