@@ -17,14 +17,14 @@ from megatron_residuals.mcore.compat import layer_quantization_context
 from megatron_residuals.mcore.layer import ATTENTION, SUBLAYERS
 from megatron_residuals.modules import ResidualState, SourceState
 from megatron_residuals.modules.depth_attention import DepthAttention, open_reads
-from megatron_residuals.recompute.segments import (
+from megatron_residuals.pipeline.segments import (
     Segment,
     block_segments,
     group_length,
     layer_ranges,
 )
+from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
-from megatron_residuals.two_phase import cut_at_blocks, reads_in_two_phases
 
 
 def stage_segments(
