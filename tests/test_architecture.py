@@ -45,7 +45,6 @@ FLOORS = {
     "settings": floor(0),
     "two_phase": floor(0),
     "pipeline": floor(0),
-    "pipeline.source_cache": floor(4, "torch"),
     "planner": floor(1),
     "functional": floor(1, "torch"),
     "kernels": floor(2, "torch triton", "fla liger_kernel"),
@@ -53,6 +52,7 @@ FLOORS = {
     "recompute": floor(1),
     "recompute.steps": floor(3, "torch"),
     "recompute.accounting": floor(3, "torch"),
+    "transport": floor(4, "torch"),
     "diagnostics": floor(4, "torch", "matplotlib numpy tensorboard wandb"),
     "interchange": floor(4, "torch", "safetensors"),
     "interchange.names": floor(1),
@@ -220,10 +220,15 @@ SYNTHETIC_FAULTS = {
         "importlib.import_module('pkg.modules.m')",
         "on floor 3",
     ),
-    "the cache from the plan": (
+    "the transport from the plan": (
         "pipeline/plan.py",
-        "from pkg.pipeline.source_cache import X",
+        "from pkg.transport.wire import X",
         "on floor 4",
+    ),
+    "megatron in the transport": (
+        "transport/wire.py",
+        "import megatron.core",
+        "may not import megatron",
     ),
     "the kit from the adapter": ("mcore/layer.py", "import pkg.testing", "on floor 5.5"),
     "megatron below the adapter": (
@@ -253,7 +258,8 @@ def write_synthetic_tree(package: Path) -> None:
         "modules/m.py": "from ..functional.a import X",
         "pipeline/__init__.py": "",
         "pipeline/plan.py": "from pkg.config import X",
-        "pipeline/source_cache.py": "from pkg.pipeline.plan import X\nfrom pkg.modules.m import Y",
+        "transport/__init__.py": "",
+        "transport/wire.py": "from pkg.pipeline.plan import X\nfrom pkg.modules.m import Y",
         "mcore/layer.py": "import megatron.core.transformer\nfrom pkg.modules.m import X",
         "testing/__init__.py": "import pkg.mcore.layer",
         "cli.py": "def f():\n    import megatron.core",
