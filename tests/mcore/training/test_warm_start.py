@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_residuals.cli import main
 from megatron_residuals.interchange import is_residual_key
 from megatron_residuals.mcore.install import install
-from megatron_residuals.mcore.warm_start import start_from_plain
+from megatron_residuals.mcore.training.warm_start import start_from_plain
 from megatron_residuals.testing.ranks import RankFailure, run_ranks
 from megatron_residuals.testing.residual_toy import keep_residual_init, spec_for
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel, train_step
