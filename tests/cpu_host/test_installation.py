@@ -10,7 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_residuals.testing import Report, cpu_host, run_ranks
+from megatron_residuals import cpu_host
+from megatron_residuals.cpu_host import Report, installation
+from megatron_residuals.testing import cpu_host as first_name
+from megatron_residuals.testing import run_ranks
 
 pytestmark = [
     pytest.mark.host,
@@ -39,6 +42,10 @@ def test_installing_twice_changes_nothing_and_reports_the_same() -> None:
     assert all(a is b for a, b in zip(_replaced(), before, strict=True))
 
 
+def test_the_name_that_it_had_first_still_leads_to_it() -> None:
+    assert (first_name.install, first_name.Report) == (cpu_host.install, Report)
+
+
 def test_the_report_keeps_host_defects_apart_from_cuda_and_from_speed() -> None:
     report = cpu_host.install()
     assert any("torch.cuda" in line for line in report.device_mapping)
@@ -62,7 +69,7 @@ def test_beside_a_gpu_it_does_nothing_and_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 def _install_anew() -> str:
-    cpu_host._installed = None
+    installation._installed = None
     with pytest.raises(RuntimeError) as refusal:
         cpu_host.install()
     return str(refusal.value)
