@@ -18,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from megatron_residuals.testing import cpu_host, run_ranks
+from megatron_residuals import cpu_host
+from megatron_residuals.testing import run_ranks
 
 MODELS = ("residual", "hc", "mhc", "attnres", "block_attnres")
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # and finds the Megatron beside it: so must we, who import Megatron first
     sys.path.insert(0, str(Path(options.script).resolve().parent))
     if options.cpu_host:
-        from megatron_residuals.testing.cpu_host import install as install_cpu_host
+        from megatron_residuals.cpu_host import install as install_cpu_host
 
         host_report = install_cpu_host(training=True)
         if _is_first_rank():

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_residuals.kernels import merge_running, read_closed, read_sources
-from megatron_residuals.modules.base import Float32Module, ResidualHead, SublayerResidual
+from megatron_residuals.modules.base import (
+    Float32Module,
+    ResidualHead,
+    SublayerResidual,
+    new_parameter,
+)
 from megatron_residuals.modules.state import SourceState
 
 
@@ -34,8 +39,8 @@ class DepthQuery(Float32Module):
     ) -> None:
         super().__init__()
         self.eps, self.kernels = eps, kernels
-        self.query = nn.Parameter(torch.empty(hidden_size, device=device))
-        self.key_gain = nn.Parameter(torch.empty(hidden_size, device=device))
+        self.query = new_parameter(hidden_size, device=device)
+        self.key_gain = new_parameter(hidden_size, device=device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

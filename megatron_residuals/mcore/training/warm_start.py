@@ -36,6 +36,7 @@ from megatron_residuals.interchange.names import (
     missing_keys,
 )
 from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.modules.base import Float32Module
 from megatron_residuals.settings import RECORD
 
 _allowed: ContextVar[bool] = ContextVar("start from a plain model", default=False)
@@ -102,6 +103,8 @@ def keep_initial_values(
     """
     if not is_allowed() or any(map(is_residual_key, state_dict)):
         return
+    if metadata.get("assign_to_params_buffers"):
+        _give_memory(block, state_dict)
     own = {prefix + name: value for name, value in block.state_dict().items()}
     new = {key for key in own if is_residual_key(key)}
     host = [key for key in own if key not in new and isinstance(own[key], torch.Tensor)]
@@ -111,6 +114,15 @@ def keep_initial_values(
     state_dict.update({key: own[key] for key in new})
     if new and strict:
         _announce(len(new), len(host), "a state dict")
+
+
+def _give_memory(block: torch.nn.Module, state_dict: dict[str, Any]) -> None:
+    """Initial values, beside those to be assigned, for what was born on the meta device."""
+    given = (value.device for value in state_dict.values() if isinstance(value, torch.Tensor))
+    device = next(given, torch.device("cpu"))
+    for module in block.modules():
+        if isinstance(module, Float32Module) and any(p.is_meta for p in module.parameters()):
+            module.to_empty(device=device)
 
 
 def _is_new(key: str) -> bool:
