@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_residuals.depth import count_faults, raise_faults
+from megatron_residuals.text import count_faults, raise_faults
 
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _SINGLE = re.compile(r"(.)\*(\d+)")
