@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import cast, get_args, get_type_hints
 
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.text import fault_list
 
 MECHANISMS = ("residual", "hc", "mhc", "attnres", "block_attnres")
 STREAM_MECHANISMS = ("hc", "mhc")
@@ -165,9 +166,7 @@ class ResidualConfig:
     def __post_init__(self) -> None:
         faults = self._faults()
         if faults:
-            raise ValueError(
-                "invalid residual configuration:\n" + "\n".join(f"  - {fault}" for fault in faults)
-            )
+            raise ValueError(fault_list("invalid residual configuration", faults))
 
     def _faults(self) -> list[str]:
         faults = []

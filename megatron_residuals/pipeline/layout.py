@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from megatron_residuals.depth import count_faults, raise_faults
+from megatron_residuals.text import count_faults, raise_faults
 
 ATTENTION, MLP = "attention", "mlp"
 GPT_LAYER = (ATTENTION, MLP)

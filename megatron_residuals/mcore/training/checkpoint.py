@@ -32,6 +32,7 @@ from megatron_residuals.settings import (
     compare_settings,
     settings_of,
 )
+from megatron_residuals.text import fault_list
 
 ENTRY = f"{RECORD}._extra_state"
 """The end of the record's key in any state dict."""
@@ -124,10 +125,7 @@ def check_settings(saved: Mapping[str, Setting] | None, given: Mapping[str, Sett
     convert = _conversion.get() or getattr(global_args(), CONVERT_BLOCK_LENGTH, False)
     faults = compare_settings(saved, given, convert_block_length=convert)
     if faults:
-        raise ValueError(
-            "the checkpoint does not fit this model's residual:\n"
-            + "\n".join(f"  - {fault}" for fault in faults)
-        )
+        raise ValueError(fault_list("the checkpoint does not fit this model's residual", faults))
 
 
 def read_settings(directory: str | Path, key: str | None = None) -> dict[str, Setting] | None:

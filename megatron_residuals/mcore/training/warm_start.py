@@ -38,6 +38,7 @@ from megatron_residuals.interchange.names import (
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.modules.base import Float32Module
 from megatron_residuals.settings import RECORD
+from megatron_residuals.text import fault_list
 
 _allowed: ContextVar[bool] = ContextVar("start from a plain model", default=False)
 _SHARDED = (ShardedTensor, ShardedObject)
@@ -167,12 +168,12 @@ def _check_request(
 
 
 def _lacks(missing: list[str], source: str) -> str:
-    return (
+    heading = (
         f"{source} is of a plain model and lacks parameters that are not the residual's, so they "
-        "would start from random values:\n"
-        + "\n".join(f"  - {key}" for key in missing)
-        + "\nGive the model the options that the checkpoint was trained with"
+        "would start from random values"
     )
+    advice = "Give the model the options that the checkpoint was trained with"
+    return f"{fault_list(heading, missing)}\n{advice}"
 
 
 def _keep(value: Any) -> Any:
