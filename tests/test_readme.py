@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_residuals.cli import build_parser
-from megatron_residuals.mcore.arguments import add_residual_arguments, config_from_args
+from megatron_residuals.flags import add_residual_arguments, config_from_args
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -24,7 +24,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mcore.arguments import CONVERT_BLOCK_LENGTH, global_args
+from megatron_residuals.flags import CONVERT_BLOCK_LENGTH
+from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,

@@ -22,7 +22,8 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-from megatron_residuals.mcore.arguments import LR_MULT, WD_MULT, flag_name, global_args
+from megatron_residuals.flags import LR_MULT, WD_MULT, flag_name
+from megatron_residuals.mcore.arguments import global_args
 
 _FLAGS = (LR_MULT, WD_MULT)
 _OWNERS = ("self_attention_residual.", "mlp_residual.", "residual_head.")
