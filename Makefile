@@ -17,8 +17,7 @@ PYTEST_ARGS ?=
 
 venv_python := .venv/bin/python
 # Floors 0 to 2, the ones that mypy checks strictly.
-typed := $(addprefix megatron_residuals/,_version.py config.py depth.py functional planner kernels)
-typed += $(filter-out %/source_cache.py,$(wildcard megatron_residuals/pipeline/*.py))
+typed := $(addprefix megatron_residuals/,_version.py config.py depth.py pipeline functional planner kernels)
 
 .PHONY: help setup dev demo test bench docs check format clean distclean
 
@@ -63,7 +62,7 @@ docs: setup
 check: setup
 	$(venv_python) -m ruff check .
 	$(venv_python) -m ruff format --check .
-	$(venv_python) -m mypy $(wildcard $(typed))
+	$(venv_python) -m mypy $(typed)
 
 format: setup
 	$(venv_python) -m ruff check --fix .

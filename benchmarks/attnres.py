@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.clock import Candidate
 from megatron_residuals import functional
-from megatron_residuals.modules import SourceState
 from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
+from megatron_residuals.modules import SourceState
 
 EPS = 1e-6
 Read = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]

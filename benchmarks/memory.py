@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_residuals import cpu_host
 from megatron_residuals.config import RECOMPUTE, ResidualConfig
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.planner.memory import MemoryPlan, Prediction
 from megatron_residuals.planner.sizes import ModelSizes
-from megatron_residuals.testing import cpu_host, run_ranks
+from megatron_residuals.testing import run_ranks
 
 MIB = 2**20
 NUM_BLOCKS = 8

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
-from megatron_residuals.mcore.late import LateTensor, Outbox
 from megatron_residuals.mcore.route import Route
 from megatron_residuals.mcore.stage_io import StageIO, _Pack
-from megatron_residuals.mcore.wire import Direction
-from megatron_residuals.pipeline.source_cache import SourceCache
+from megatron_residuals.transport.late import LateTensor, Outbox
+from megatron_residuals.transport.source_cache import SourceCache
+from megatron_residuals.transport.wire import Direction
 
 OWN_WORK = ("pack", "unpack", "cache", "bookkeeping")
 WIRE = "wire"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.clock import Candidate
 from megatron_residuals import functional
-from megatron_residuals.modules import StreamState
 from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
+from megatron_residuals.modules import StreamState
 
 CHAIN = 4
 EPS, ITERATIONS = 1e-6, 20

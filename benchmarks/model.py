@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.clock import Mark, fixed_threads
-from megatron_residuals.testing import cpu_host
+from megatron_residuals import cpu_host
 
 MODELS = {
     "plain": "residual()",

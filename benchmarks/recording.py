@@ -18,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from megatron_residuals.testing import cpu_host, run_ranks
+from megatron_residuals import cpu_host
+from megatron_residuals.testing import run_ranks
 
 MODELS = ("residual", "hc", "mhc", "attnres", "block_attnres")
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace, model: str) -> float:
     """CPU time of a recorded step over that of another, medians."""
-    from megatron_residuals.mcore import monitor
+    from megatron_residuals.mcore.training import monitor
     from megatron_residuals.testing.residual_toy import keep_residual_init, spec_for
     from megatron_residuals.testing.toy_gpt import (
         ToyGPT,

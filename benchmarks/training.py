@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import model
-from megatron_residuals.testing import cpu_host
+from megatron_residuals import cpu_host
 
 LAST = 10
 LEARNING_RATE = 1e-3

@@ -17,7 +17,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_residuals.testing import cpu_host, run_ranks
+from megatron_residuals import cpu_host
+from megatron_residuals.testing import run_ranks
 
 if TYPE_CHECKING:
     from benchmarks.rank import Measured

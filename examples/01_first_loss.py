@@ -10,7 +10,7 @@ and embeddings of standard deviation 0.02 it is not; hence the small eps here, t
 On a machine without a GPU, Megatron runs on the CPU.
 """
 
-from megatron_residuals.testing import cpu_host
+from megatron_residuals import cpu_host
 
 cpu_host.install()  # nothing happens where a GPU is present
 

@@ -10,7 +10,7 @@ are processes on the CPU over gloo.
 
 import sys
 
-from megatron_residuals.testing import cpu_host
+from megatron_residuals import cpu_host
 
 cpu_host.install()
 

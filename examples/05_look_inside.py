@@ -12,8 +12,8 @@ and the mixing matrices are printed.
 import torch
 
 from megatron_residuals import ResidualConfig
-from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.functional import depth_weights
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.modules import build_head, build_sublayer_residual, open_state
 
 WIDTH, LAYERS, STEPS = 32, 4, 200

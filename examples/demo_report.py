@@ -23,6 +23,7 @@ import numpy as np
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.heatmap import draw_heatmap
 from megatron_residuals.diagnostics.journal import Journal, read
+from megatron_residuals.text import table as aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -168,27 +169,19 @@ def table(rows: list[Figures]) -> str:
     def cell(value: float | None, form: str) -> str:
         return "n/a" if value is None else form.format(value)
 
-    cells = [
-        ("residual", "final val. loss", "tokens/s", "vs. plain", "sent per step", "params added")
-    ]
-    for row in rows:
-        sent_mib = None if row.bytes_sent_per_step is None else row.bytes_sent_per_step / 2**20
-        cells.append(
-            (
-                row.title,
-                cell(row.final_validation_loss, "{:.4f}"),
-                cell(row.tokens_per_second, "{:,.0f}"),
-                cell(row.relative_tokens_per_second, "{:.2f}"),
-                cell(sent_mib, "{:.2f} MiB"),
-                cell(row.parameters_added, "{:,}"),
-            )
-        )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in cells
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    def record(row: Figures) -> dict[str, str]:
+        sent = row.bytes_sent_per_step
+        return {
+            "residual": row.title,
+            "final val. loss": cell(row.final_validation_loss, "{:.4f}"),
+            "tokens/s": cell(row.tokens_per_second, "{:,.0f}"),
+            "vs. plain": cell(row.relative_tokens_per_second, "{:.2f}"),
+            "sent per step": cell(None if sent is None else sent / 2**20, "{:.2f} MiB"),
+            "params added": cell(row.parameters_added, "{:,}"),
+        }
+
+    header, *lines = aligned([record(row) for row in rows])
+    return "\n".join([header, "-" * len(header), *lines])
 
 
 def plot_losses(axes: Axes, runs: list[Run], unigram_nats: float | None) -> None:

@@ -15,8 +15,14 @@ refuse() {
   exit 2
 }
 
+# Sets EXTRA_ARGS from what follows --, and the variables that PRESET sets; refuses what is no value.
+read_settings() {
+  read_arguments "$@"
+  load_preset
+  check_values
+}
+
 # Sets EXTRA_ARGS from what follows --.
-# shellcheck disable=SC2034 # for the scripts that source this
 read_arguments() {
   EXTRA_ARGS=()
   (($#)) || return 0
@@ -36,6 +42,73 @@ check_choice() {
   done
   printf -v allowed '%s, ' "$@"
   refuse "$name is '${!name}'; allowed: ${allowed%, }"
+}
+
+# Variables that hold a number, if they are set.
+COUNTS=(
+  GPUS_PER_NODE NUM_NODES SLURM_JOB_NUM_NODES NODE_RANK MASTER_PORT MAX_RESTARTS
+  NUM_LAYERS HIDDEN_SIZE FFN_HIDDEN_SIZE NUM_ATTENTION_HEADS NUM_QUERY_GROUPS SEQ_LENGTH VOCAB_SIZE
+  NUM_EXPERTS MOE_ROUTER_TOPK MOE_FFN_HIDDEN_SIZE TP PP VPP CP EP
+  MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS TRAIN_SAMPLES LR_WARMUP_ITERS SEED NUM_WORKERS
+  EVAL_INTERVAL EVAL_ITERS LOG_INTERVAL SAVE_INTERVAL
+)
+DECIMALS=(INIT_STD LR MIN_LR MOE_AUX_LOSS_COEFF MAX_MIB)
+SWITCHES=(DRY_RUN PREDICT)
+
+# Refuses a number that is not written in digits, before it is calculated with: bash takes a name for
+# a variable and runs a command that stands in an index, and a leading 0 for octal.
+check_values() {
+  check_pattern '^(0|[1-9][0-9]{0,14})$' "a whole number in digits, such as 8" "${COUNTS[@]}"
+  check_pattern '^[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?$' "a number, such as 0.02 or 3e-4" "${DECIMALS[@]}"
+  check_pattern '^[01]$' "0 or 1" "${SWITCHES[@]}"
+}
+
+# Refuses those of the variables $3... that are set to what pattern $1 does not match; $2 says what it
+# does.
+check_pattern() {
+  local pattern=$1 allowed=$2 name
+  for name in "${@:3}"; do
+    [[ -z ${!name:-} || ${!name} =~ $pattern ]] || refuse "$name is '${!name}'; give $allowed"
+  done
+}
+
+# Sets OPTIONS to the words of the variable $1, on however many lines they stand.
+# shellcheck disable=SC2034 # for the scripts that source this
+split_words() {
+  OPTIONS=()
+  read -rd '' -a OPTIONS <<<"${!1:-}" || true # it looks for a NUL and finds the end
+}
+
+# Sets each variable $1 to what the arguments after -- say for the option $2, if they do.
+take_from_arguments() {
+  local i
+  while (($# > 0)); do
+    for ((i = 0; i < ${#EXTRA_ARGS[@]}; i++)); do
+      case ${EXTRA_ARGS[i]} in
+      "$2") printf -v "$1" %s "${EXTRA_ARGS[i + 1]:-}" ;;
+      "$2="*) printf -v "$1" %s "${EXTRA_ARGS[i]#*=}" ;;
+      esac
+    done
+    shift 2
+  done
+}
+
+# Sets KEPT to the words that follow, without the options that give way to an argument after --: to
+# themselves, to one that GIVES_WAY_TO names, or to --no-NAME, which is then done with.
+give_way() {
+  local word extra left keep=1
+  KEPT=()
+  for word in "$@"; do
+    if [[ $word == --* ]]; then
+      keep=1 left=()
+      for extra in "${EXTRA_ARGS[@]}"; do
+        [[ " $word --no-${word#--} ${GIVES_WAY_TO[$word]:-} " != *" ${extra%%=*} "* ]] || keep=0
+        [[ $extra == "--no-${word#--}" ]] || left+=("$extra")
+      done
+      EXTRA_ARGS=("${left[@]}")
+    fi
+    ((keep == 0)) || KEPT+=("$word")
+  done
 }
 
 # Sets what PRESET, a name in launch/presets or a file, says and the environment does not.

@@ -14,8 +14,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/common.sh
 source "$ROOT/launch/common.sh"
-read_arguments "$@"
-load_preset
+read_settings "$@"
 export DEVICE=cpu GPUS_PER_NODE=${GPUS_PER_NODE:-2} PP=${PP:-2} VPP=${VPP:-2}
 export NUM_LAYERS=${NUM_LAYERS:-4} HIDDEN_SIZE=${HIDDEN_SIZE:-64} FFN_HIDDEN_SIZE=${FFN_HIDDEN_SIZE:-128}
 export NUM_ATTENTION_HEADS=${NUM_ATTENTION_HEADS:-4} SEQ_LENGTH=${SEQ_LENGTH:-64}

@@ -13,6 +13,9 @@ set -euo pipefail
 export LC_ALL=C
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/common.sh
+source "$ROOT/launch/common.sh"
+check_values
 cd "$ROOT"
 PYTHON=${PYTHON:-python}
 OUT=${OUT:-runs/demo}

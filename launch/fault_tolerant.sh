@@ -16,8 +16,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/common.sh
 source "$ROOT/launch/common.sh"
-read_arguments "$@"
-load_preset
+read_settings "$@"
 export LAUNCHER=ft_launcher
 export NUM_NODES=${NUM_NODES:-1} MASTER_ADDR=${MASTER_ADDR:-localhost}
 export FT_OPTIONS=${FT_OPTIONS:---ft-rank-section-timeouts=setup:900,step:300,checkpointing:600 \

@@ -17,8 +17,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/common.sh
 source "$ROOT/launch/common.sh"
-read_arguments "$@"
-load_preset
+read_settings "$@"
 export NUM_NODES=${NUM_NODES:-2} RDZV=${RDZV:-c10d} MAX_RESTARTS=${MAX_RESTARTS:-3}
 if [[ -z ${MASTER_ADDR:-} ]]; then
   refuse "MASTER_ADDR is not set; give the name of one of the nodes, the same on all"

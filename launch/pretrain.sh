@@ -16,15 +16,20 @@
 #   DEVICE=cpu GPUS_PER_NODE=2 ... launch/pretrain.sh      ranks on this machine's CPU, over gloo
 #
 # The common part of every launch; multi_node.sh, slurm.sh, fault_tolerant.sh and cpu.sh beside it
-# set variables and end here. Every ${NAME:-default} below is a variable to set. Arguments after --
-# come last and so win.
+# set variables and end here. Every ${NAME:-default} below is a variable to set.
+#
+# Arguments after -- win: over the same option in this script, over one that cannot stand beside them
+# (--squared-relu over --swiglu, --train-samples over --train-iters), and --no-NAME takes --NAME out.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/common.sh
 source "$ROOT/launch/common.sh"
-read_arguments "$@"
-load_preset
+read_settings "$@"
+# what others are worked out from
+take_from_arguments SEQ_LENGTH --seq-length TRAIN_ITERS --train-iters TRAIN_SAMPLES --train-samples \
+  TP --tensor-model-parallel-size PP --pipeline-model-parallel-size
+check_values
 
 PYTHON=${PYTHON:-python}
 ENTRY=${ENTRY:-$ROOT/examples/pretrain_gpt.py}
@@ -103,14 +108,18 @@ fi
 
 # how it is trained
 TRAIN_ITERS=${TRAIN_ITERS:-10000}
-TRAINING_ARGS=(
+if [[ -n ${TRAIN_SAMPLES:-} ]]; then
+  TRAINING_ARGS=(--train-samples "$TRAIN_SAMPLES" --lr-warmup-samples "$((TRAIN_SAMPLES / 20))")
+else
+  TRAINING_ARGS=(--train-iters "$TRAIN_ITERS")
+  TRAINING_ARGS+=(--lr-warmup-iters "${LR_WARMUP_ITERS:-$((TRAIN_ITERS / 20))}")
+fi
+TRAINING_ARGS+=(
   --micro-batch-size "${MICRO_BATCH_SIZE:-1}"
   --global-batch-size "${GLOBAL_BATCH_SIZE:-128}"
-  --train-iters "$TRAIN_ITERS"
   --lr "${LR:-3e-4}"
   --min-lr "${MIN_LR:-3e-5}"
   --lr-decay-style cosine
-  --lr-warmup-iters "${LR_WARMUP_ITERS:-$((TRAIN_ITERS / 20))}"
   --weight-decay 0.1
   --adam-beta1 0.9
   --adam-beta2 0.95
@@ -126,7 +135,7 @@ MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size "$TP" --pipeline-model-paralle
 MODEL_PARALLEL_ARGS+=("${EXPERT_PARALLEL_ARGS[@]}")
 if [[ -n ${PIPELINE_LAYOUT:-} ]]; then # e.g. Et*3|(t*4|)*14t*2,L: the chunks follow from it
   MODEL_PARALLEL_ARGS+=(--pipeline-model-parallel-layout "$PIPELINE_LAYOUT")
-elif ((VPP > 1)); then
+elif ((PP > 1 && VPP > 1)); then # one rank has no virtual stages
   MODEL_PARALLEL_ARGS+=(--num-virtual-stages-per-pipeline-rank "$VPP")
 fi
 if ((TP > 1)); then
@@ -219,29 +228,35 @@ if [[ $RESIDUAL == none ]]; then
   RESIDUAL_ARGS=()
   [[ $DEVICE == cpu ]] || MODULE=()
 fi
-if [[ -n ${RESIDUAL_OPTIONS:-} ]]; then
-  read -ra OPTIONS <<<"$RESIDUAL_OPTIONS" # e.g. "--residual-streams 2"
-  RESIDUAL_ARGS+=("${OPTIONS[@]}")
-fi
+split_words RESIDUAL_OPTIONS # e.g. "--residual-streams 2"
+RESIDUAL_ARGS+=("${OPTIONS[@]}")
+
+# what among the arguments after -- an option cannot stand beside
+PER_SPLIT="--train-data-path --valid-data-path --test-data-path --per-split-data-args-path"
+CHUNKS="--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-layout"
+UNEVEN="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers"
+declare -A GIVES_WAY_TO=(
+  [--swiglu]="--squared-relu --quick-geglu"
+  [--bf16]="--fp16"
+  [--lr-warmup-iters]="--lr-warmup-fraction"
+  [--lr-warmup-samples]="--lr-warmup-fraction"
+  [--num-virtual-stages-per-pipeline-rank]=$CHUNKS
+  [--pipeline-model-parallel-layout]="$CHUNKS $UNEVEN --num-virtual-stages-per-pipeline-rank"
+  [--mock-data]="--data-path --data-args-path $PER_SPLIT"
+  [--data-path]="--mock-data --data-args-path $PER_SPLIT"
+  [--split]="--mock-data $PER_SPLIT"
+  [--vocab-size]="--tokenizer-model"
+)
+give_way "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
+  "${EVAL_AND_LOGGING_ARGS[@]}"
 
 if [[ $LAUNCHER == ft_launcher ]]; then
-  START=(ft_launcher "${DISTRIBUTED_ARGS[@]}")
-  read -ra OPTIONS <<<"${FT_OPTIONS:-}"
-  START+=("${OPTIONS[@]}")
+  split_words FT_OPTIONS
+  START=(ft_launcher "${DISTRIBUTED_ARGS[@]}" "${OPTIONS[@]}")
 else
   START=("$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}")
 fi
-COMMAND=(
-  "${START[@]}"
-  "${MODULE[@]}" "$ENTRY"
-  "${MODEL_ARGS[@]}"
-  "${TRAINING_ARGS[@]}"
-  "${MODEL_PARALLEL_ARGS[@]}"
-  "${DATA_ARGS[@]}"
-  "${EVAL_AND_LOGGING_ARGS[@]}"
-  "${RESIDUAL_ARGS[@]}"
-  "${EXTRA_ARGS[@]}"
-)
+COMMAND=("${START[@]}" "${MODULE[@]}" "$ENTRY" "${KEPT[@]}" "${RESIDUAL_ARGS[@]}" "${EXTRA_ARGS[@]}")
 if [[ ${DRY_RUN:-0} == 1 ]]; then
   dry_run "$((NUM_NODES * GPUS_PER_NODE))" "${COMMAND[@]}"
   exit

@@ -32,8 +32,7 @@ if [[ ! -f $ROOT/launch/common.sh ]]; then
 fi
 # shellcheck source=launch/common.sh
 source "$ROOT/launch/common.sh"
-read_arguments "$@"
-load_preset
+read_settings "$@"
 SCRIPT=${SCRIPT:-multi_node.sh}
 check_choice SCRIPT multi_node.sh fault_tolerant.sh
 
@@ -54,10 +53,8 @@ if [[ -n ${CONTAINER_IMAGE:-} ]]; then
   STEP+=(--container-image "$CONTAINER_IMAGE")
   STEP+=(--container-mounts "${CONTAINER_MOUNTS:-$ROOT:$ROOT}" --container-workdir "$ROOT")
 fi
-if [[ -n ${SRUN_OPTIONS:-} ]]; then
-  read -ra OPTIONS <<<"$SRUN_OPTIONS"
-  STEP+=("${OPTIONS[@]}")
-fi
+split_words SRUN_OPTIONS
+STEP+=("${OPTIONS[@]}")
 # Each node learns its number from SLURM, for RDZV=static.
 # shellcheck disable=SC2016
 STEP+=(bash -c 'NODE_RANK=$SLURM_NODEID exec "$0" -- "$@"' "$ROOT/launch/$SCRIPT" "${EXTRA_ARGS[@]}")

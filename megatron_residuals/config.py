@@ -22,6 +22,7 @@ from megatron_residuals.mechanisms import (
     option,
     options_of,
 )
+from megatron_residuals.text import fault_list
 
 MECHANISMS = tuple(entry.name for entry in TABLE)
 TRANSPORTS = ("full", "delta")
@@ -131,8 +132,7 @@ class ResidualConfig:
         if entry is not None:
             faults.extend(entry.faults(self))
         if faults:
-            listed = "\n".join(f"  - {fault}" for fault in faults)
-            raise ValueError(f"invalid residual configuration:\n{listed}")
+            raise ValueError(fault_list("invalid residual configuration", faults))
 
     def __getattr__(self, name: str) -> Any:
         """An option of the mechanism."""

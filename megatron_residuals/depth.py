@@ -11,26 +11,10 @@ Depends on the standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-
-def count_faults(minimum: int, **counts: object) -> list[str]:
-    """One sentence for every named value that is not an integer of at least `minimum`."""
-    return [
-        f"{name} is {value!r}; it must be an integer of at least {minimum}."
-        for name, value in counts.items()
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum
-    ]
-
-
-def raise_faults(subject: str, faults: Sequence[str]) -> None:
-    """Raise ValueError with every fault found in `subject`; do nothing when there is none."""
-    if len(faults) == 1:
-        raise ValueError(f"{subject}: {faults[0]}")
-    if faults:
-        listed = "\n".join(f"- {fault}" for fault in faults)
-        raise ValueError(f"{subject}: {len(faults)} faults:\n{listed}")
+from megatron_residuals.text import count_faults, raise_faults, table
 
 
 def source_names(sources: Iterable[int]) -> str:
@@ -144,7 +128,7 @@ class DepthMap:
 
     def __str__(self) -> str:
         """Table of what every sublayer reads; `~` marks a last source that is still growing."""
-        rows = [("sublayer", "opens", "reads")]
+        rows: list[tuple[str, str, str]] = []
         for source in range(1, self.num_blocks + 1):
             first, *rest = self.block_range(source)
             rows.append((str(first), f"s{source}", self._reads(first)))
@@ -152,5 +136,6 @@ class DepthMap:
                 span = f"{rest[0]}-{rest[-1]}" if len(rest) > 1 else str(rest[0])
                 rows.append((span, "", self._reads(rest[0])))
         rows.append(("final", "", self._reads(self.num_sublayers)))
-        width = max(len(row[0]) for row in rows)
-        return "\n".join(f"{span:>{width}}  {opens:<5}  {reads}" for span, opens, reads in rows)
+        names = ("sublayer", "opens", "reads")
+        records = [dict(zip(names, row, strict=True)) for row in rows]
+        return "\n".join(table(records, left=("opens", "reads")))

@@ -15,6 +15,7 @@ __all__ = ["BLOCK_LENGTH", "RECORD", "Setting", "compare_settings", "settings_of
 RECORD = "residual_settings"
 """Name of the module, below the decoder, whose extra state is the record in a checkpoint."""
 
+
 def settings_of(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
     """The record of a model: every setting its weights depend on, defaults filled in.
 

@@ -10,9 +10,11 @@ nothing else with us.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TypeVar
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.flags import SPECS, one_line, refuse_other_models, residual_of
 from megatron_residuals.mcore.arguments import config_from_global_args
 from megatron_residuals.mcore.install import install
 from megatron_residuals.mcore.spec import DeferredSpec, replace_residual
@@ -29,6 +31,24 @@ __all__ = [
     "residual_spec",
 ]
 
+
+def _check_command_line() -> None:
+    """End a script whose ``--spec`` names us and cannot work, in one line.
+
+    The host looks the name up here when it builds the model; a wrong one would be a KeyError.
+    """
+    script, *words = sys.argv or [""]
+    if SPECS not in words:
+        return
+    try:
+        residual_of(words)
+        refuse_other_models(script, words)
+    except ValueError as error:
+        print(f"{SPECS}: error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+_check_command_line()
 install()
 
 

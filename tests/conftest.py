@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     if is_xdist_controller(config):
         return
-    from megatron_residuals.testing import cpu_host
+    from megatron_residuals import cpu_host
 
     with warnings.catch_warnings():
         # It imports Megatron, which warns of each accelerator library that is not there.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_residuals.cli import build_parser
-from megatron_residuals.mcore.arguments import add_residual_arguments, config_from_args
+from megatron_residuals.flags import add_residual_arguments, config_from_args
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -263,7 +263,7 @@ def test_python_blocks_import_what_exists_and_run_if_marked(block: Block, shell:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")
     if block.info == "python run":
-        on_cpu = "from megatron_residuals.testing import cpu_host; cpu_host.install()\n"
+        on_cpu = "from megatron_residuals import cpu_host; cpu_host.install()\n"
         shell.run(sys.executable, "-W", "ignore", "-c", on_cpu + block.text, OMP_NUM_THREADS="1")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_residuals.commands.arguments import Subparsers
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mcore.arguments import (
+from megatron_residuals.flags import (
     CONVERT_BLOCK_LENGTH,
     MECHANISM_FLAG,
     add_residual_arguments,

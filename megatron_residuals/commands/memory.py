@@ -152,7 +152,7 @@ def _measure(plan: MemoryPlan, args: argparse.Namespace) -> dict[str, dict[str, 
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
-            from megatron_residuals.testing import cpu_host
+            from megatron_residuals import cpu_host
 
             cpu_host.install()
             from megatron_residuals.testing.retained import measure_plan

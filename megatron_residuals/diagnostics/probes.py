@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mechanisms.sources import Sources
-from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.diagnostics import statistics
 from megatron_residuals.diagnostics.tokens import sample_tokens
-from megatron_residuals.modules import SourceState
+from megatron_residuals.mechanisms.sources import Sources
 from megatron_residuals.mechanisms.sources.module import DepthQuery
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.mechanisms.streams.module import HyperConnection, ManifoldHyperConnection
+from megatron_residuals.modules import SourceState
 
 Looked = dict[str, Tensor]
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.fields import Fields
 from megatron_residuals.diagnostics.metric import place_name, summarise
 from megatron_residuals.diagnostics.statistics import composite_gains
+from megatron_residuals.mechanisms.streams import Streams
 
 # Fields that hold sums of squares or sums over tokens, by what divides them.
 _PER_TOKEN = ("gain_forward", "gain_backward", "row_error", "column_error", "diagonal")

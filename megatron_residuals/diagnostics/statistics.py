@@ -79,11 +79,11 @@ def composite_gains(h_res: Tensor) -> tuple[Tensor, Tensor]:
         Two [L]; NaN without tokens.
     """
     forward, backward = [], []
-    product = torch.eye(h_res.shape[-1], dtype=h_res.dtype)
+    product = torch.eye(h_res.shape[-1], dtype=h_res.dtype, device=h_res.device)
     for matrix in h_res:
         product = matrix @ product
         forward.append(row_gain(product).mean())
-    product = torch.eye(h_res.shape[-1], dtype=h_res.dtype)
+    product = torch.eye(h_res.shape[-1], dtype=h_res.dtype, device=h_res.device)
     for matrix in h_res.flip(0):
         product = product @ matrix
         backward.append(column_gain(product).mean())

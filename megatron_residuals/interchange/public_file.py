@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mechanisms.sources import Sources
 from megatron_residuals.depth import raise_faults
 from megatron_residuals.interchange import deepseek_v4, kimi_k3, tensor_file
+from megatron_residuals.mechanisms.sources import Sources
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,

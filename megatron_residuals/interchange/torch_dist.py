@@ -65,7 +65,7 @@ class TorchDistCheckpoint:
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """The tensors whose key is wanted, whole."""
         tensors = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             for key, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and is_model_key(key) and wanted(key)
         }

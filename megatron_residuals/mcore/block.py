@@ -13,16 +13,16 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_residuals.mcore.checkpoint import record_for, refuse_mechanism
 from megatron_residuals.mcore.compat import outer_quantization_context
 from megatron_residuals.mcore.layer import parameter_device, tag_parameters
 from megatron_residuals.mcore.route import route_for
 from megatron_residuals.mcore.runner import StageRunner
 from megatron_residuals.mcore.spec import ResidualBlockSubmodules, block_submodules
 from megatron_residuals.mcore.stage_io import StageIO, fresh
-from megatron_residuals.mcore.startup import announce
 from megatron_residuals.mcore.support import check_model
-from megatron_residuals.mcore.warm_start import keep_initial_values
+from megatron_residuals.mcore.training.checkpoint import record_for, refuse_mechanism
+from megatron_residuals.mcore.training.startup import announce
+from megatron_residuals.mcore.training.warm_start import keep_initial_values
 from megatron_residuals.modules import build_head, open_state
 
 # Called with every new block; how diagnostics attach without the block knowing them.

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from megatron_residuals.mcore import preflight
-from megatron_residuals.mcore.late import Message
 from megatron_residuals.mcore.route import Route, route_of
-from megatron_residuals.mcore.wire import Direction
+from megatron_residuals.transport import preflight
+from megatron_residuals.transport.late import Message
+from megatron_residuals.transport.wire import Direction
 
 
 class ResidualP2PCommunicator(P2PCommunicator):

@@ -7,12 +7,9 @@ from __future__ import annotations
 import inspect
 import os
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import megatron.core
-import torch
-import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -159,12 +156,3 @@ def norms_can_be_discarded() -> bool:
     from megatron.core.tensor_parallel import random
 
     return random.HAVE_TE or not random.CheckpointWithoutOutput().fp8
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The time-out of a process group, so that groups made beside it share it; None if unknown."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    try:
-        return group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None

@@ -41,9 +41,9 @@ def _taken(what: str, stock: Any) -> RuntimeError:
 def _block_factory(stock: Any) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    from megatron_residuals.mcore import monitor
     from megatron_residuals.mcore.block import ResidualTransformerBlock
     from megatron_residuals.mcore.spec import residual_of
+    from megatron_residuals.mcore.training import monitor
 
     if stock is not TransformerBlock:
         raise _taken("the GPT model's block", stock)
@@ -79,32 +79,32 @@ def _announcing_table(stock: Any) -> Any:
 
 
 def _checked_load(stock: Any) -> Any:
-    from megatron_residuals.mcore.checkpoint import checked_load
-    from megatron_residuals.mcore.warm_start import warm_start_load
+    from megatron_residuals.mcore.training.checkpoint import checked_load
+    from megatron_residuals.mcore.training.warm_start import warm_start_load
 
     return warm_start_load(checked_load(stock))
 
 
 def _optimizer_config(stock: Any) -> Any:
-    from megatron_residuals.mcore.optimizer import with_residual_overrides
+    from megatron_residuals.mcore.training.optimizer import with_residual_overrides
 
     return with_residual_overrides(stock)
 
 
 def _ordered_groups(stock: Any) -> Any:
-    from megatron_residuals.mcore.mixed_precision import ordered_by_precision
+    from megatron_residuals.mcore.training.mixed_precision import ordered_by_precision
 
     return classmethod(ordered_by_precision(stock.__func__))
 
 
 def _saves_whole_groups(stock: Any) -> Any:
-    from megatron_residuals.mcore.mixed_precision import saves_whole_groups
+    from megatron_residuals.mcore.training.mixed_precision import saves_whole_groups
 
     return saves_whole_groups(stock)
 
 
 def _loads_whole_groups(stock: Any) -> Any:
-    from megatron_residuals.mcore.mixed_precision import loads_whole_groups
+    from megatron_residuals.mcore.training.mixed_precision import loads_whole_groups
 
     return loads_whole_groups(stock)
 
@@ -257,7 +257,7 @@ def uninstall() -> None:
     for seam, (attribute, former) in _former.items():
         setattr(seam.owner, attribute, former)
     _former.clear()
-    monitor = sys.modules.get("megatron_residuals.mcore.monitor")
+    monitor = sys.modules.get("megatron_residuals.mcore.training.monitor")
     if monitor is not None:
         monitor.detach()
 

@@ -174,9 +174,16 @@ def residual_layer_class(base: type[TransformerLayer]) -> type[TransformerLayer]
     return type(f"Residual{base.__name__}", (ResidualLayerMixin, base), members)
 
 
-def parameter_device(config: Any) -> torch.device | None:
-    """Where the host puts new parameters."""
-    return None if config.use_cpu_initialization else torch.cuda.current_device()
+def parameter_device(config: Any) -> torch.device:
+    """Where new parameters go: on the host's device, but never away from an ambient meta device.
+
+    There they wait without values, as most of the host's do, until they get memory: what had values
+    already would lose them to a ``to_empty`` of the whole model.
+    """
+    ambient = torch.empty(0).device
+    if config.use_cpu_initialization or ambient.type == "meta":
+        return ambient
+    return torch.device(torch.cuda.current_device())
 
 
 def tag_parameters(module: torch.nn.Module, config: Any) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import stage_layout
-from megatron_residuals.mcore.late import Inbox, Message, Outbox
-from megatron_residuals.mcore.message_order import MessageOrder, ScheduleTable
-from megatron_residuals.mcore.wire import Wire, open_wire
 from megatron_residuals.pipeline.plan import TransferPlan
-from megatron_residuals.pipeline.source_cache import SourceCache
+from megatron_residuals.transport.late import Inbox, Message, Outbox
+from megatron_residuals.transport.message_order import MessageOrder, ScheduleTable
+from megatron_residuals.transport.source_cache import SourceCache
+from megatron_residuals.transport.wire import Wire, open_wire
 
 # Where the schedules, which know a model's config object alone, find the route of the model.
 ATTRIBUTE = "_megatron_residuals_route"

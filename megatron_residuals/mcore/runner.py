@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mcore.compat import layer_quantization_context
-from megatron_residuals.mcore.layer import ATTENTION, SUBLAYERS
 from megatron_residuals.modules import ResidualState, SourceState
-from megatron_residuals.recompute.segments import (
+from megatron_residuals.pipeline.layout import GPT_LAYER
+from megatron_residuals.pipeline.segments import (
     Segment,
     block_segments,
     group_length,
@@ -40,8 +40,8 @@ def stage_segments(
         return [Segment(sublayers, False)]
     count = config.recompute_num_layers
     if config.recompute_method == "uniform":
-        return [Segment(part, True) for part in layer_ranges(sublayers, SUBLAYERS, count)]
-    layers = layer_ranges(sublayers, SUBLAYERS)
+        return [Segment(part, True) for part in layer_ranges(sublayers, len(GPT_LAYER), count)]
+    layers = layer_ranges(sublayers, len(GPT_LAYER))
     return [Segment(part, index < count) for index, part in enumerate(layers)]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_residuals.mcore.route import Route
 from megatron_residuals.modules import ResidualState, SourceState
 from megatron_residuals.pipeline.plan import Boundary
-from megatron_residuals.pipeline.source_cache import SourceCache
+from megatron_residuals.transport.source_cache import SourceCache
 
 
 @dataclass

@@ -13,6 +13,7 @@ from megatron_residuals.config import ResidualConfig
 from megatron_residuals.kernels import external
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import norms_can_be_discarded, prediction_can_be_recomputed
+from megatron_residuals.text import fault_list
 
 OFF = (None, False, 0, "none", [], ())
 
@@ -100,8 +101,7 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
     faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
     if faults:
         raise ValueError(
-            "this model cannot run with a replaced residual connection:\n"
-            + "\n".join(f"  - {fault}" for fault in faults)
+            fault_list("this model cannot run with a replaced residual connection", faults)
         )
 
 

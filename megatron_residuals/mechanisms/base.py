@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
-    from megatron_residuals.diagnostics.probe import Probe
     from megatron_residuals.modules import ResidualHead, ResidualState, RowState, SublayerResidual
 
 Setting: TypeAlias = str | int | float | bool

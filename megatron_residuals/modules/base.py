@@ -28,7 +28,13 @@ class Float32Module(nn.Module):
 
     The coefficients of a mechanism are few and sensitive; Megatron's Float16Module casts everything
     it wraps, so the cast is undone here, where every version of the host comes through.
+
+    Parameters born on the meta device get their initial values with their memory, whichever of
+    ``to_empty`` and the host's ``to_empty_if_meta_device`` gives it to them.
     """
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to their initial values."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Module:
         def keep_float32(tensor: Tensor) -> Tensor:
@@ -37,7 +43,28 @@ class Float32Module(nn.Module):
                 return tensor.to(moved.device, torch.promote_types(tensor.dtype, torch.float32))
             return moved
 
-        return super()._apply(keep_float32, recurse)
+        before = dict(self.named_parameters(recurse=recurse))
+        super()._apply(keep_float32, recurse)
+        born = {
+            n: p for n, p in self.named_parameters(recurse=recurse) if leaves_meta(before[n], p)
+        }
+        for name, parameter in born.items():
+            # torch makes a new one there, without the tags of the old, such as sequence_parallel
+            vars(parameter).update(vars(before[name]))
+        if born:
+            self.reset_parameters()
+        return self
+
+
+def new_parameter(*shape: int, device: torch.device | None) -> nn.Parameter:
+    """One without values, in float32, or float64 where that is torch's default dtype."""
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def leaves_meta(before: Tensor, after: Tensor) -> bool:
+    """Whether a tensor without memory has been given some."""
+    return before.is_meta and not after.is_meta
 
 
 class SublayerResidual(Float32Module, ABC, Generic[StateT, PendingT]):
@@ -48,9 +75,7 @@ class SublayerResidual(Float32Module, ABC, Generic[StateT, PendingT]):
     ``forward`` is the read.
     """
 
-    def begin(
-        self, readers: Sequence[SublayerResidual[StateT, PendingT]], state: StateT
-    ) -> StateT:
+    def begin(self, readers: Sequence[SublayerResidual[StateT, PendingT]], state: StateT) -> StateT:
         """What consecutive sublayers do together in front of the first of them, which is asked."""
         return state
 
@@ -72,9 +97,6 @@ class SublayerResidual(Float32Module, ABC, Generic[StateT, PendingT]):
     def write(self, pending: PendingT, output: Tensor) -> StateT:
         """The state after the sublayer returned output [..., d] (no residual inside)."""
 
-    def reset_parameters(self) -> None:
-        """Set the parameters to their initial values."""
-
 
 class ResidualHead(Float32Module, ABC, Generic[StateT]):
     """How the final state becomes one hidden state.
@@ -89,6 +111,3 @@ class ResidualHead(Float32Module, ABC, Generic[StateT]):
     @abstractmethod
     def close(self, state: StateT) -> Tensor:
         """The hidden state [..., d] in front of the final norm."""
-
-    def reset_parameters(self) -> None:
-        """Set the parameters to their initial values."""

@@ -4,28 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_residuals.depth import source_names
 from megatron_residuals.pipeline.boundary import Boundary
+from megatron_residuals.text import format_bytes, table
 
 if TYPE_CHECKING:
     from megatron_residuals.pipeline.plan import TransferPlan
 
 _LEFT_ALIGNED = ("holds", "sends", "partial", "carries")
-
-
-def format_bytes(count: int) -> str:
-    """Binary units with one decimal: 1536 -> "1.5 KiB"."""
-    if count < 2**10:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 2**10
-        if size < 2**10:
-            return f"{size:.1f} {unit}"
-    return f"{size / 2**10:.1f} TiB"
 
 
 def plan_grid(plan: TransferPlan, row_bytes: int | None = None) -> str:
@@ -37,7 +25,7 @@ def plan_grid(plan: TransferPlan, row_bytes: int | None = None) -> str:
     ]
     lines = [_headline(plan)]
     if records:
-        lines += ["", *_table(records), ""]
+        lines += ["", *table(records, left=_LEFT_ALIGNED), ""]
     return "\n".join(lines + _totals(plan, row_bytes))
 
 
@@ -87,16 +75,6 @@ def _stream_state(plan: TransferPlan, boundary: Boundary) -> str:
     if layers_before == 0:
         return "embedding"
     return "hidden" if layers_before == plan.layout.num_layers else f"{boundary.rows} stream(s)"
-
-
-def _table(records: Sequence[dict[str, str]]) -> list[str]:
-    lines = [{name: name for name in records[0]}, *records]
-    widths = {name: max(len(line[name]) for line in lines) for name in records[0]}
-
-    def cell(name: str, text: str) -> str:
-        return text.ljust(widths[name]) if name in _LEFT_ALIGNED else text.rjust(widths[name])
-
-    return ["  ".join(cell(name, text) for name, text in line.items()).rstrip() for line in lines]
 
 
 def _totals(plan: TransferPlan, row_bytes: int | None) -> list[str]:

@@ -7,14 +7,24 @@ A stage is one rank and one virtual chunk of it, numbered in the order a micro-b
     P=2, V=2      rank 0    rank 1
     chunk 0      stage 0   stage 1
     chunk 1      stage 2   stage 3       stage = chunk * P + rank
+
+Layers are what the host counts and places. Sublayers, numbered through the model from 0, are what
+reads and writes the residual state; how many a layer has, of which kinds, is data of the layout.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
-from megatron_residuals.depth import count_faults, raise_faults
+from megatron_residuals.text import count_faults, raise_faults
+
+ATTENTION, MLP = "attention", "mlp"
+GPT_LAYER = (ATTENTION, MLP)
+"""The kinds of a GPT layer's sublayers, in order: the only place that says what such a layer is."""
 
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _SINGLE = re.compile(r"(.)\*(\d+)")
@@ -22,23 +32,32 @@ _SINGLE = re.compile(r"(.)\*(\d+)")
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Transformer layers of every stage, in stage order; a stage may be empty.
+    """Layers of every stage, in stage order; a stage may be empty.
+
+    ``layer_kinds`` has the kinds of each layer's sublayers, at least one; None, which is what
+    GPT layers throughout become, means `GPT_LAYER` for every layer.
 
     Raises:
-        ValueError: counts out of range, or not one entry per stage (all faults in one message).
+        ValueError: counts out of range, not one entry per stage, or not the kinds of every layer
+            (all faults in one message).
     """
 
     num_ranks: int
     num_chunks: int
     layers: tuple[int, ...]
+    layer_kinds: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        if self.layer_kinds is not None:
+            object.__setattr__(self, "layer_kinds", tuple(map(tuple, self.layer_kinds)))
         faults = count_faults(1, num_ranks=self.num_ranks, num_chunks=self.num_chunks)
         faults += count_faults(0, **{f"layers[{g}]": n for g, n in enumerate(self.layers)})
         if not faults:
             faults += self._shape_faults()
         raise_faults("StageLayout", faults)
+        if self.layer_kinds == (GPT_LAYER,) * self.num_layers:
+            object.__setattr__(self, "layer_kinds", None)
 
     def _shape_faults(self) -> list[str]:
         faults = []
@@ -54,7 +73,18 @@ class StageLayout:
             )
         if sum(self.layers) == 0:
             faults.append("no stage has a layer; at least one must.")
+        if self.layer_kinds is not None:
+            faults += self._kind_faults(self.layer_kinds)
         return faults
+
+    def _kind_faults(self, layer_kinds: tuple[tuple[str, ...], ...]) -> list[str]:
+        if len(layer_kinds) != self.num_layers:
+            return [
+                f"{len(layer_kinds)} entries in layer_kinds for {self.num_layers} layers; give one "
+                "for each layer."
+            ]
+        empty = [layer for layer, kinds in enumerate(layer_kinds) if not kinds]
+        return [f"layer {layer} has no sublayer; name at least one kind." for layer in empty]
 
     @property
     def num_stages(self) -> int:
@@ -84,6 +114,43 @@ class StageLayout:
     def first_layer(self, g: int) -> int:
         """Layers before stage g, which is the global 0-based index of its first layer."""
         return sum(self.layers[: self._checked(g)])
+
+    @property
+    def num_sublayers(self) -> int:
+        return self._starts[-1]
+
+    def first_sublayer(self, g: int) -> int:
+        """Sublayers before stage g, which is the global 0-based index of its first sublayer."""
+        return self._starts[self.first_layer(g)]
+
+    def sublayers(self, g: int) -> range:
+        """Global indices of the sublayers of stage g."""
+        first = self.first_layer(g)
+        return range(self._starts[first], self._starts[first + self.layers[g]])
+
+    def kind(self, i: int) -> str:
+        """What sublayer i is: `ATTENTION`, `MLP`, or another name that the layout was given."""
+        layer = self.layer_of(i)
+        kinds = GPT_LAYER if self.layer_kinds is None else self.layer_kinds[layer]
+        return kinds[i - self._starts[layer]]
+
+    def layer_of(self, i: int) -> int:
+        """Global index of the layer that sublayer i belongs to."""
+        if not 0 <= i < self.num_sublayers:
+            raise ValueError(f"sublayer is {i}; this layout has 0 to {self.num_sublayers - 1}.")
+        return bisect_right(self._starts, i) - 1
+
+    def sublayers_of_layer(self, layer: int) -> range:
+        """Global indices of the sublayers of a layer."""
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer is {layer}; this layout has 0 to {self.num_layers - 1}.")
+        return range(self._starts[layer], self._starts[layer + 1])
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """The first sublayer of every layer, and where the last one ends."""
+        kinds = self.layer_kinds or (GPT_LAYER,) * self.num_layers
+        return tuple(accumulate(map(len, kinds), initial=0))
 
     def _checked(self, g: int) -> int:
         if not 0 <= g < self.num_stages:

@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from megatron_residuals.config import TRANSPORTS
-from megatron_residuals.depth import DepthMap, count_faults, raise_faults, source_names
+from megatron_residuals.depth import DepthMap, source_names
 from megatron_residuals.pipeline.boundary import Boundary, source_boundary, stream_boundary
 from megatron_residuals.pipeline.grid import plan_grid
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.lifetimes import SourceLife, StageCache, source_lives, stage_caches
 from megatron_residuals.pipeline.routes import delta_route, full_route
+from megatron_residuals.text import count_faults, raise_faults
 
 __all__ = ["Boundary", "SourceLife", "StageCache", "StageLayout", "TransferPlan"]
 

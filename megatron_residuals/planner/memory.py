@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_residuals.config import RECOMPUTE, ResidualConfig
+from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.plan import TransferPlan
-from megatron_residuals.planner.schedule import schedule
+from megatron_residuals.pipeline.schedule import schedule
 from megatron_residuals.planner.sizes import ModelSizes
 from megatron_residuals.planner.storages import OUTSIDE, PARTS, Sizes, StageStorages
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_residuals.depth import count_faults, raise_faults
+from megatron_residuals.text import count_faults, raise_faults
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.pipeline.plan import TransferPlan
+from megatron_residuals.pipeline.segments import Segment, block_segments, group_length
+from megatron_residuals.pipeline.two_phase import reads_in_two_phases
 from megatron_residuals.planner.sizes import ModelSizes, host_layer_bytes
-from megatron_residuals.recompute.segments import Segment, block_segments, group_length
-from megatron_residuals.two_phase import reads_in_two_phases
 
 HOST, RESIDUAL, OUTSIDE = "attention_and_mlp", "residual", "outside_layers"
 PARTS = (HOST, RESIDUAL, OUTSIDE)

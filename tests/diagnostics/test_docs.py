@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_residuals.diagnostics.catalogue import METRICS
 from megatron_residuals.diagnostics.metric import Metric
 from megatron_residuals.diagnostics.page import Health
-from megatron_residuals.mcore import training_log
+from megatron_residuals.mcore.training import training_log
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "diagnostics.md"
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import kernels
-from megatron_residuals.modules import SourceState, StreamState
 from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
 from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
+from megatron_residuals.modules import SourceState, StreamState
 from tests.functional.loops import random_tensors
 from tests.kernels.boundary_case import BoundaryCase
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import functional, kernels
-from megatron_residuals.modules import SourceState
 from megatron_residuals.mechanisms.sources.module import DepthAttention
+from megatron_residuals.modules import SourceState
 from tests.functional.loops import random_tensors
 from tests.kernels.cases import Case, cases, stream_cases
 

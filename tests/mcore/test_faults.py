@@ -11,11 +11,8 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_residuals.mcore import preflight
 from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
-from megatron_residuals.mcore.message_order import MessageOrder
 from megatron_residuals.mcore.route import live_routes
-from megatron_residuals.pipeline.source_cache import SourceCache
 from megatron_residuals.testing import RankFailure, assert_close, run_ranks, toy_gpt
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import (
@@ -29,6 +26,9 @@ from megatron_residuals.testing.toy_gpt import (
     transformer_config,
 )
 from megatron_residuals.testing.toy_weights import full_grads
+from megatron_residuals.transport import preflight
+from megatron_residuals.transport.message_order import MessageOrder
+from megatron_residuals.transport.source_cache import SourceCache
 
 INTERLEAVED = ToyGPT(pp=2, vpp=2)
 BLOCKS = "block_attnres(block_sublayers=1)"

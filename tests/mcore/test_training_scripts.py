@@ -47,7 +47,7 @@ TOY = """
 SITE_CUSTOMIZE = """
 import os
 if "RANK" in os.environ:
-    from megatron_residuals.testing import cpu_host
+    from megatron_residuals import cpu_host
     cpu_host.install(training=True)
 """
 
@@ -158,7 +158,7 @@ def test_spec_alone_trains_with_the_named_mechanism_and_reports_once(
 KILL_IN_STEP_4 = """
 import os, signal
 if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-    from megatron_residuals.testing import cpu_host
+    from megatron_residuals import cpu_host
     cpu_host.install(training=True)
     from megatron_residuals.mcore.block import ResidualTransformerBlock
     forward, passes = ResidualTransformerBlock.forward, []

@@ -15,7 +15,7 @@ import warnings
 
 import torch
 
-from megatron_residuals.testing import cpu_host
+from megatron_residuals import cpu_host
 
 SPEC = "block_attnres(block_sublayers=3, transport='delta')"
 LAYOUTS = {"pp2": dict(pp=2), "pp2-vpp2": dict(pp=2, vpp=2)}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.modules import SourceState
 from megatron_residuals.mechanisms.sources.module import DepthQuery
+from megatron_residuals.modules import SourceState
 from megatron_residuals.testing import assert_close
 from tests.modules.tiny_model import (
     NUM_LAYERS,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.modules import StreamState, build_head, build_sublayer_residual
 from megatron_residuals.mechanisms.streams.module import (
     HyperConnection,
     ManifoldHyperConnection,
     StreamHead,
     StreamResidual,
 )
+from megatron_residuals.modules import StreamState, build_head, build_sublayer_residual
 from megatron_residuals.testing import assert_close
 from tests.functional import loops
 from tests.modules.tiny_model import TinyModel, tokens

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -111,22 +113,75 @@ def test_zero_embeddings_give_finite_gradients_in_float32(config: ResidualConfig
         assert gradient is not None and gradient.isfinite().all()
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New memory is full of NaN, not of the zeros that it often happens to hold."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def host_to_empty(module: nn.Module) -> nn.Module:
+    """What `to_empty_if_meta_device` of Megatron's training loop does."""
+    return module._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
+
+
+GIVE_MEMORY: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "to_empty_if_meta_device": host_to_empty,
+    "to_empty of 16 bit": lambda module: module.bfloat16().to_empty(device="cpu"),
+}
+
+
 @every_mechanism
-def test_reset_parameters_restores_the_initial_values_after_a_start_on_meta(
-    config: ResidualConfig,
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("how", GIVE_MEMORY)
+@pytest.mark.parametrize("ambient", [False, True])
+def test_memory_after_a_start_on_meta_comes_with_the_initial_values(
+    ambient: bool, how: str, config: ResidualConfig
 ) -> None:
-    """Large models are born without memory, then get some, filled with anything."""
+    """Large models are born without memory. Only those who called `reset_parameters` themselves got
+    initial values, and Megatron's training loop does not: it trained what lay in the memory. The
+    tags went too, among them the one that has the host sum gradients over sequence shards."""
     expected = sublayer_and_head(config, 6)
-    for module, late in zip(expected, sublayer_and_head(config, 6, device=META), strict=True):
-        assert all(parameter.is_meta for parameter in late.parameters())
-        late.to_empty(device="cpu")
+    with torch.device("meta" if ambient else "cpu"):
+        born = sublayer_and_head(config, 6, device=None if ambient else META)
+    for module, late in zip(expected, born, strict=True):
+        for parameter in late.parameters():
+            assert parameter.is_meta
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        GIVE_MEMORY[how](nn.Sequential(late))
+        assert late.state_dict().keys() == module.state_dict().keys()
+        for name, value in module.state_dict().items():
+            assert torch.equal(late.state_dict()[name], value), name
+        assert all(parameter.sequence_parallel for parameter in late.parameters())  # type: ignore[attr-defined]
+
+
+@every_mechanism
+def test_reset_parameters_restores_the_initial_values(config: ResidualConfig) -> None:
+    for module, late in zip(*(sublayer_and_head(config, 6) for _ in range(2)), strict=True):
         with torch.no_grad():
             for parameter in late.parameters():
                 parameter.fill_(float("nan"))
         late.reset_parameters()  # type: ignore[operator]
-        assert late.state_dict().keys() == module.state_dict().keys()
         for name, value in module.state_dict().items():
             assert torch.equal(late.state_dict()[name], value), name
+
+
+@every_mechanism
+@pytest.mark.parametrize("ambient", [torch.bfloat16, torch.float64])
+def test_parameters_are_never_narrower_than_float32(
+    ambient: torch.dtype, config: ResidualConfig
+) -> None:
+    """Under a default dtype of 16 bit they were born in 16 bit, and nothing widened them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(ambient)
+    try:
+        modules = sublayer_and_head(config, 6)
+    finally:
+        torch.set_default_dtype(before)
+    dtypes = {parameter.dtype for module in modules for parameter in module.parameters()}
+    assert dtypes <= {torch.float32 if ambient == torch.bfloat16 else torch.float64}
 
 
 @every_mechanism

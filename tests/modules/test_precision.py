@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.functional import depth_weights
+from megatron_residuals.mechanisms.sources.module import DepthQuery
+from megatron_residuals.mechanisms.streams import Streams
+from megatron_residuals.mechanisms.streams.module import StreamResidual
 from megatron_residuals.modules import (
     ResidualState,
     SourceState,
@@ -21,8 +23,6 @@ from megatron_residuals.modules import (
     build_head,
     build_sublayer_residual,
 )
-from megatron_residuals.mechanisms.sources.module import DepthQuery
-from megatron_residuals.mechanisms.streams.module import StreamResidual
 from tests.functional.loops import random_tensors
 from tests.modules.tiny_model import MECHANISMS, NUM_LAYERS
 
@@ -183,7 +183,10 @@ def test_activations_keep_their_dtype_and_are_rounded_once(
     layer = model_of(config).to(dtype)[0]
     exact = copy.deepcopy(layer).double()
     state, output = state_of(config, dtype), random_tensors(3)(6, 2, D).to(dtype)
-    (x, pending), (x64, pending64) = layer.residual.read(state), exact.residual.read(as_float64(state))
+    (x, pending), (x64, pending64) = (
+        layer.residual.read(state),
+        exact.residual.read(as_float64(state)),
+    )
     assert_rounded_once(x, x64)
     written = layer.residual.write(pending, output)
     written64 = exact.residual.write(pending64, output.double())

@@ -9,10 +9,10 @@ import torch
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
-from megatron_residuals.modules import ResidualState, SourceState
 from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
+from megatron_residuals.modules import ResidualState, SourceState
+from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 from megatron_residuals.testing import assert_close
-from megatron_residuals.two_phase import cut_at_blocks, reads_in_two_phases
 from tests.modules.tiny_model import NUM_LAYERS, NUM_SUBLAYERS, Outcome, TinyModel, outcome, tokens
 
 LENGTHS = [2, 3, 4, 5, 6]

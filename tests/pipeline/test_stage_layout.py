@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.layout import ATTENTION, GPT_LAYER, MLP, StageLayout
 
 LAYOUT_STRINGS = [
     ("Et*3|(tt|)*29,m|L", 16),
@@ -283,3 +283,54 @@ def test_random_layout_strings_are_read_or_refused_like_the_host_does(
             assert StageLayout.parse(text, num_ranks).layers == expected, (text, num_ranks)
             accepted += 1
     assert accepted > 250
+
+
+def test_a_layer_has_attention_and_mlp_unless_the_layout_says_otherwise() -> None:
+    layout = StageLayout(2, 2, (1, 0, 2, 1))
+    assert layout.num_sublayers == 8
+    assert [layout.first_sublayer(g) for g in range(4)] == [0, 2, 2, 6]
+    assert [layout.sublayers(g) for g in range(4)] == [
+        range(0, 2),
+        range(2, 2),
+        range(2, 6),
+        range(6, 8),
+    ]
+    assert [layout.kind(i) for i in range(8)] == [ATTENTION, MLP] * 4
+    assert [layout.layer_of(i) for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert layout.sublayers_of_layer(2) == range(4, 6)
+
+
+def test_layers_of_a_hybrid_stack_have_the_sublayers_that_are_named() -> None:
+    kinds = (("mamba",), GPT_LAYER, ("mamba",), ("moe",), (ATTENTION, "cross", MLP))
+    layout = StageLayout(2, 1, (2, 3), kinds)
+    assert layout.num_layers == 5 and layout.num_sublayers == 8
+    assert [layout.sublayers(g) for g in range(2)] == [range(0, 3), range(3, 8)]
+    assert [layout.kind(i) for i in range(8)] == [kind for layer in kinds for kind in layer]
+    assert [layout.layer_of(i) for i in range(8)] == [0, 1, 1, 2, 3, 4, 4, 4]
+    assert [layout.sublayers_of_layer(i) for i in range(5)] == [
+        range(0, 1),
+        range(1, 3),
+        range(3, 4),
+        range(4, 5),
+        range(5, 8),
+    ]
+
+
+def test_layouts_of_gpt_layers_are_equal_however_their_kinds_are_given() -> None:
+    layers = (1, 2)
+    assert StageLayout(2, 1, layers, (GPT_LAYER,) * 3) == StageLayout(2, 1, layers)
+    assert StageLayout(2, 1, layers, ((MLP, ATTENTION),) * 3) != StageLayout(2, 1, layers)
+
+
+def test_kinds_that_do_not_fit_the_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 entries in layer_kinds for 3 layers"):
+        StageLayout(2, 1, (1, 2), (GPT_LAYER,) * 2)
+    with pytest.raises(ValueError, match=r"layer 1 has no sublayer[\s\S]*layer 2 has no sublayer"):
+        StageLayout(2, 1, (1, 2), (GPT_LAYER, (), ()))
+    layout = StageLayout(2, 1, (1, 2))
+    for ask in (layout.kind, layout.layer_of):
+        for sublayer in (-1, 6):
+            with pytest.raises(ValueError, match=f"sublayer is {sublayer}; .* has 0 to 5"):
+                ask(sublayer)
+    with pytest.raises(ValueError, match="layer is 3; this layout has 0 to 2"):
+        layout.sublayers_of_layer(3)

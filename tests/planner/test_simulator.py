@@ -12,7 +12,7 @@ import pytest
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.plan import TransferPlan
-from megatron_residuals.planner.schedule import Pass, schedule
+from megatron_residuals.pipeline.schedule import Pass, schedule
 from megatron_residuals.planner.simulate.deadlock import Deadlock, OutOfOrder
 from megatron_residuals.planner.simulate.engine import Timeline, play
 from megatron_residuals.planner.simulate.interleaved import OVERLAPS

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, Place, Setting
 from megatron_residuals.mechanisms.options import option
-from megatron_residuals.two_phase import cut_at_blocks, reads_in_two_phases
+from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
 if TYPE_CHECKING:
     from torch import Tensor

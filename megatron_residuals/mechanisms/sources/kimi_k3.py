@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import raise_faults
-from megatron_residuals.mechanisms.streams.deepseek_v4 import check_shapes
 from megatron_residuals.interchange.names import head_key, sublayer_key
+from megatron_residuals.mechanisms.streams.deepseek_v4 import check_shapes
 
 NAME = "kimi-k3"
 PREFIX = "language_model.model."

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_residuals.kernels import merge_running, read_closed, read_sources
-from megatron_residuals.modules.base import Float32Module, ResidualHead, SublayerResidual
+from megatron_residuals.modules.base import (
+    Float32Module,
+    ResidualHead,
+    SublayerResidual,
+    new_parameter,
+)
 from megatron_residuals.modules.state import SourceState
 
 
@@ -34,8 +39,8 @@ class DepthQuery(Float32Module):
     ) -> None:
         super().__init__()
         self.eps, self.kernels = eps, kernels
-        self.query = nn.Parameter(torch.empty(hidden_size, device=device))
-        self.key_gain = nn.Parameter(torch.empty(hidden_size, device=device))
+        self.query = new_parameter(hidden_size, device=device)
+        self.key_gain = new_parameter(hidden_size, device=device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -160,9 +165,7 @@ class DepthAttention(DepthQuery, SourceResidual):
         return pending._replace(partial=pending.partial + output, reads=())
 
 
-def open_reads(
-    state: SourceState, readers: Sequence[SublayerResidual[Any, Any]]
-) -> SourceState:
+def open_reads(state: SourceState, readers: Sequence[SublayerResidual[Any, Any]]) -> SourceState:
     """Phase 1 of consecutive sublayers of one block: the state with what each will find.
 
     One pass over the finished sources for all readers; the first reader's block is opened if it

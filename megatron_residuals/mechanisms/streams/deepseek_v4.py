@@ -96,9 +96,9 @@ def _head(parameters: Mapping[str, Tensor], config: ResidualConfig) -> dict[str,
     some = parameters[sublayer_key(0, "mapping_weight")]
     weight = 1 / n - config.resolved_mhc_eps
     return {
-        "fn": torch.zeros(n, some.shape[1]),
-        "base": torch.full((n,), math.log(weight / (1 - weight))),
-        "scale": torch.ones(1),
+        "fn": torch.zeros(n, some.shape[1], device=some.device),
+        "base": torch.full((n,), math.log(weight / (1 - weight)), device=some.device),
+        "scale": torch.ones(1, device=some.device),
     }
 
 

@@ -20,7 +20,7 @@ from megatron_residuals.kernels import (
     update_and_read,
 )
 from megatron_residuals.kernels.dispatch import check_choice
-from megatron_residuals.modules.base import ResidualHead, SublayerResidual
+from megatron_residuals.modules.base import ResidualHead, SublayerResidual, new_parameter
 from megatron_residuals.modules.state import StreamState
 
 # Biases of mHC, appendix A.6: sigmoid(3) = 0.95 of the home stream, near-identity mixing.
@@ -98,15 +98,13 @@ class HyperConnection(StreamResidual):
     ) -> None:
         super().__init__(kernels)
         self.home_stream, self.norm = home_stream, norm
-        self.static_pre = nn.Parameter(torch.empty(num_streams, device=device))
-        self.static_post = nn.Parameter(torch.empty(num_streams, device=device))
-        self.static_res = nn.Parameter(torch.empty(num_streams**2, device=device))
-        mapping = torch.empty(num_streams + 2, hidden_size, device=device) if dynamic else None
-        scale = torch.empty(2, device=device) if dynamic else None
-        self.register_parameter(
-            "mapping_weight", None if mapping is None else nn.Parameter(mapping)
-        )
-        self.register_parameter("scale", None if scale is None else nn.Parameter(scale))
+        self.static_pre = new_parameter(num_streams, device=device)
+        self.static_post = new_parameter(num_streams, device=device)
+        self.static_res = new_parameter(num_streams**2, device=device)
+        self.mapping_weight = self.scale = None
+        if dynamic:
+            self.mapping_weight = new_parameter(num_streams + 2, hidden_size, device=device)
+            self.scale = new_parameter(2, device=device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -165,13 +163,11 @@ class ManifoldHyperConnection(StreamResidual):
         self.convention, self.iterations, self.eps = convention, iterations, eps
         self.alpha_init, self.initialisation = alpha_init, initialisation
         columns = 2 * num_streams + num_streams**2
-        self.mapping_weight = nn.Parameter(
-            torch.empty(columns, num_streams * hidden_size, device=device)
-        )
-        self.bias = nn.Parameter(torch.empty(columns, device=device))
-        self.alpha_pre = nn.Parameter(torch.empty(1, device=device))
-        self.alpha_post = nn.Parameter(torch.empty(1, device=device))
-        self.alpha_res = nn.Parameter(torch.empty(1, device=device))
+        self.mapping_weight = new_parameter(columns, num_streams * hidden_size, device=device)
+        self.bias = new_parameter(columns, device=device)
+        self.alpha_pre = new_parameter(1, device=device)
+        self.alpha_post = new_parameter(1, device=device)
+        self.alpha_res = new_parameter(1, device=device)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -227,11 +223,9 @@ class StreamHead(ResidualHead[StreamState]):
         super().__init__()
         self.num_streams, self.contraction, self.eps = num_streams, contraction, eps
         if contraction == "learned":
-            self.head_weight = nn.Parameter(
-                torch.empty(num_streams, num_streams * hidden_size, device=device)
-            )
-            self.head_bias = nn.Parameter(torch.empty(num_streams, device=device))
-            self.head_scale = nn.Parameter(torch.empty(1, device=device))
+            self.head_weight = new_parameter(num_streams, num_streams * hidden_size, device=device)
+            self.head_bias = new_parameter(num_streams, device=device)
+            self.head_scale = new_parameter(1, device=device)
             self.reset_parameters()
 
     def reset_parameters(self) -> None:

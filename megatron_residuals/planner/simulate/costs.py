@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.depth import raise_faults
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.planner.simulate.hardware import Gpu
 from megatron_residuals.planner.simulate.traffic import stage_planes
 from megatron_residuals.planner.sizes import ModelSizes
+from megatron_residuals.text import raise_faults
 
 # How often the forward of what is replayed runs once more in backward, by recompute policy: the
 # matrix products, and the traffic of the mechanism.

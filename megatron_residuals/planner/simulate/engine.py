@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.planner.schedule import Pass
+from megatron_residuals.pipeline.schedule import Pass
 from megatron_residuals.planner.simulate.deadlock import Blocked, Deadlock, OutOfOrder
 from megatron_residuals.planner.simulate.links import Network
 from megatron_residuals.planner.simulate.steps import (

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.planner.schedule import Pass, forward_order
+from megatron_residuals.pipeline.schedule import Pass, forward_order
 from megatron_residuals.planner.simulate.steps import (
     BACKWARD,
     FORWARD,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_residuals.depth import count_faults, raise_faults
+from megatron_residuals.text import count_faults, raise_faults
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.planner.schedule import Pass
+from megatron_residuals.pipeline.schedule import Pass
 from megatron_residuals.planner.simulate.steps import (
     BACKWARD,
     FORWARD,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.planner.schedule import check_schedule
+from megatron_residuals.pipeline.schedule import check_schedule
 from megatron_residuals.planner.simulate.interleaved import OVERLAPS, interleaved
 from megatron_residuals.planner.simulate.one_f_one_b import one_f_one_b
 from megatron_residuals.planner.simulate.steps import Program

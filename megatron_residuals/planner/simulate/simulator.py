@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.schedule import Pass
 from megatron_residuals.planner.memory import Prediction
-from megatron_residuals.planner.schedule import Pass
 from megatron_residuals.planner.simulate.costs import PassCosts, Rates
 from megatron_residuals.planner.simulate.engine import Timeline, play
 from megatron_residuals.planner.simulate.links import NO_COST, Network

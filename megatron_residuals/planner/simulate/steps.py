@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.planner.schedule import Pass
+from megatron_residuals.pipeline.schedule import Pass
 
 FORWARD, BACKWARD = "forward", "backward"
 SEND, RECEIVE = "send", "receive"

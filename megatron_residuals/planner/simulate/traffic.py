@@ -25,8 +25,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.mechanisms.streams import Streams
 from megatron_residuals.pipeline.layout import StageLayout
 
 PLAIN_PLANES = 4

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_residuals.mcore.checkpoint import convert_block_length, read_settings
+from megatron_residuals.mcore.training.checkpoint import convert_block_length, read_settings
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.toy_gpt import ToyGPT
-from tests.mcore.checkpoint.saving import (
+from tests.mcore.training.saving import (
     BLOCKS,
     PLAIN,
     State,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_residuals.depth import DepthMap
-from megatron_residuals.two_phase import cut_at_blocks
+from megatron_residuals.pipeline.two_phase import cut_at_blocks
 
 
 @dataclass(frozen=True)

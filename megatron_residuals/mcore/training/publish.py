@@ -21,7 +21,7 @@ from megatron_residuals.interchange.initial import initial_parameters
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import host_version
 from megatron_residuals.mcore.route import Route
-from megatron_residuals.mcore.training_log import log_folder, tensorboard_writer
+from megatron_residuals.mcore.training.training_log import log_folder, tensorboard_writer
 
 logger = logging.getLogger(__name__)
 RECORDS_PER_IMAGE = 10

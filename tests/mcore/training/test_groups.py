@@ -19,9 +19,9 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_residuals import cpu_host
 from megatron_residuals.mcore import install as seams
-from megatron_residuals.mcore import optimizer as ours
-from megatron_residuals.testing import cpu_host
+from megatron_residuals.mcore.training import optimizer as ours
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import ToyGPT, setup_parallel

@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_residuals.mcore import preflight
-from megatron_residuals.mcore.compat import group_timeout
+from megatron_residuals.transport import preflight
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _group_maker(
     gathered: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, members)
     every_group = sorted({ranks for ranks in gathered if ranks is not None})
-    backend, timeout = dist.get_backend(pp_group), group_timeout(pp_group)
+    backend, timeout = dist.get_backend(pp_group), _timeout(pp_group)
 
     def new_group() -> dist.ProcessGroup:
         made = [
@@ -133,3 +134,12 @@ def _group_maker(
         return made[every_group.index(members)]
 
     return new_group
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out of a process group, so that groups made beside it share it; None if unknown."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

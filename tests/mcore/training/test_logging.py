@@ -13,17 +13,23 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.diagnostics.records import Record
+from megatron_residuals.mcore.training import monitor
 from megatron_residuals.mechanisms.sources import Sources
 from megatron_residuals.mechanisms.streams import Streams
-from megatron_residuals.diagnostics.records import Record
-from megatron_residuals.mcore import monitor
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.testing import toy_gpt
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel, train_step
 from megatron_residuals.testing.toy_weights import default_initialise
-from tests.mcore.everything import Everything, composites, rms, source_figures, stream_figures
+from tests.mcore.training.everything import (
+    Everything,
+    composites,
+    rms,
+    source_figures,
+    stream_figures,
+)
 
 pytestmark = [pytest.mark.host, pytest.mark.timeout(200)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_residuals.pipeline.source_cache import SourceCache
+from megatron_residuals.transport.source_cache import SourceCache
 
 
 def source(requires_grad: bool = True) -> torch.Tensor:

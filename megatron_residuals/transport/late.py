@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_residuals.mcore.wire import Direction
+from megatron_residuals.transport.wire import Direction
 
 
 class Message(NamedTuple):

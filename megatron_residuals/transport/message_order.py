@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from megatron_residuals.mcore.late import Message
 from megatron_residuals.pipeline.plan import StageLayout
+from megatron_residuals.transport.late import Message
 
 ScheduleTable = Sequence[tuple[int, int]]  # (micro-batch, chunk) in the order of forward passes
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_residuals.depth import DepthMap
-from megatron_residuals.recompute.segments import (
+from megatron_residuals.pipeline.segments import (
     Segment,
     block_segments,
     group_length,

@@ -5,12 +5,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+from tests.mcore.test_warm_start_script import ONE_STAGE
 
-from megatron_residuals.testing import Report, cpu_host, run_ranks
+from megatron_residuals import cpu_host
+from megatron_residuals.cpu_host import Report, installation
+from megatron_residuals.testing import cpu_host as first_name
+from megatron_residuals.testing import run_ranks
 
 pytestmark = [
     pytest.mark.host,
@@ -39,6 +44,10 @@ def test_installing_twice_changes_nothing_and_reports_the_same() -> None:
     assert all(a is b for a, b in zip(_replaced(), before, strict=True))
 
 
+def test_the_name_that_it_had_first_still_leads_to_it() -> None:
+    assert (first_name.install, first_name.Report) == (cpu_host.install, Report)
+
+
 def test_the_report_keeps_host_defects_apart_from_cuda_and_from_speed() -> None:
     report = cpu_host.install()
     assert any("torch.cuda" in line for line in report.device_mapping)
@@ -62,7 +71,7 @@ def test_beside_a_gpu_it_does_nothing_and_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 def _install_anew() -> str:
-    cpu_host._installed = None
+    installation._installed = None
     with pytest.raises(RuntimeError) as refusal:
         cpu_host.install()
     return str(refusal.value)
@@ -91,6 +100,12 @@ def _refuse_training() -> str:
     return str(refusal.value)
 
 
+needs_training = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="this Megatron-Core has no megatron.training (wheels before 0.17)",
+)
+
+
 def test_training_is_prepared_on_request_or_its_absence_explained() -> None:
     if importlib.util.find_spec("megatron.training") is None:
         (message,) = run_ranks(1, _refuse_training)
@@ -102,6 +117,42 @@ def test_training_is_prepared_on_request_or_its_absence_explained() -> None:
     (repaired,) = set(after.host_repairs) - set(before.host_repairs)
     assert "allow_no_cuda" in mapped and "compile_helpers" in repaired
     assert (device_count, keywords) == (1, "{'allow_no_cuda': True}")
+
+
+def _losses_with_experts() -> list[list[float]]:
+    """What Megatron's own arguments make of an MoE model, with grouped experts and without."""
+    cpu_host.install(training=True)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel, train_step
+
+    losses = []
+    for flags in ([], ["--moe-grouped-gemm"]):
+        sys.argv = ["pretrain_gpt.py", *ONE_STAGE, "--num-experts", "4", *flags]
+        args = validate_args(parse_args())
+        experts = dict(num_moe_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm)
+        toy = ToyGPT(num_layers=1, config_overrides=experts)
+        if not losses:
+            setup_parallel(toy)
+        spec = get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm)
+        losses.append(train_step(build_chunks(toy, spec), toy))
+    return losses
+
+
+@needs_training
+@pytest.mark.filterwarnings("ignore:'type' is deprecated:DeprecationWarning")  # Megatron's parser
+def test_grouped_experts_are_taken_and_compute_what_single_ones_do() -> None:
+    """--moe-grouped-gemm ended in "no NVIDIA driver": the host asks what the device can do, and
+    only the architecture was answered."""
+    ((single, grouped),) = run_ranks(1, _losses_with_experts)
+    assert len(single) > 1 and grouped == single
+
+
+def test_the_gauges_of_a_straggler_report_read_zero() -> None:
+    """Only the load was answered, and --log-straggler ended in "no NVIDIA driver"."""
+    gauges = ("utilization", "temperature", "power_draw", "clock_rate")
+    assert [getattr(torch.cuda, name)() for name in gauges] == [0] * 4
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron_residuals._version import __version__
 from megatron_residuals.mcore import install
 from megatron_residuals.mcore.arguments import global_args
-from megatron_residuals.mcore.optimizer import check_multipliers_are_heard
-from megatron_residuals.pipeline.grid import format_bytes
+from megatron_residuals.mcore.training.optimizer import check_multipliers_are_heard
 from megatron_residuals.planner.memory import MemoryPlan
 from megatron_residuals.planner.sizes import ModelSizes
 from megatron_residuals.planner.storages import RESIDUAL
+from megatron_residuals.text import format_bytes
 
 if TYPE_CHECKING:
     from megatron_residuals.mcore.route import Route

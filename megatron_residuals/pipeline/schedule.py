@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_residuals.depth import count_faults, raise_faults
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.text import count_faults, raise_faults
 
 
 class Pass(NamedTuple):

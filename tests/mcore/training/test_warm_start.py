@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_residuals.cli import main
 from megatron_residuals.interchange import is_residual_key
 from megatron_residuals.mcore.install import install
-from megatron_residuals.mcore.warm_start import start_from_plain
+from megatron_residuals.mcore.training.warm_start import start_from_plain
 from megatron_residuals.testing.ranks import RankFailure, run_ranks
 from megatron_residuals.testing.residual_toy import keep_residual_init, spec_for
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel, train_step
@@ -76,8 +76,12 @@ def save_plain(folder: Path, model: ToyGPT | None = None) -> list[float]:
     return run_ranks(model.pp, save)[-1]
 
 
+def weights_of(chunks: list[Any]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [named for chunk in chunks for named in named_globally(chunk)]
+
+
 def weights(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for chunk in chunks for n, p in named_globally(chunk)}
+    return {n: p.detach().clone() for n, p in weights_of(chunks)}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +117,46 @@ def test_every_mechanism_starts_from_the_stock_checkpoint_with_its_losses(
         torch.testing.assert_close(own, losses, rtol=1e-12, atol=0, msg=residual)
     out = capfd.readouterr().out
     assert out.count(f"megatron_residuals: starts from the plain model in {folder}: ") == 4, out
+
+
+def give_memory(chunks: list[Any]) -> None:
+    """As the host's training loop does to a model that was born on the meta device."""
+    for chunk in chunks:
+        chunk._apply(
+            lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t.to(torch.device("cpu"))
+        )
+
+
+@pytest.mark.parametrize("use_cpu_initialization", [True, False])
+def test_a_model_born_on_the_meta_device_starts_with_the_same_losses(
+    plain: tuple[Path, list[float]], use_cpu_initialization: bool
+) -> None:
+    """With --init-model-with-meta-device and --use-cpu-initialization the residual's parameters
+    "kept" what lay in their memory, up to 1e23, and the first step was NaN."""
+    folder, losses = plain
+    options = {"init_model_with_meta_device": True}
+    options["use_cpu_initialization"] = use_cpu_initialization
+    model = toy()
+    model = dataclasses.replace(model, config_overrides={**model.config_overrides, **options})
+
+    def start() -> list[list[float]]:
+        setup_parallel(model)
+        torch.use_deterministic_algorithms(True)  # new memory is full of NaN
+        found = []
+        for residual in RESIDUALS:
+            with torch.device("meta"):
+                chunks = chunks_of(model, residual, seed=2)
+            new = [p for n, p in weights_of(chunks) if is_residual_key(n)]
+            assert new and all(parameter.is_meta for parameter in new)
+            give_memory(chunks)
+            with start_from_plain():
+                load(chunks, folder)
+            found.append(train_step(chunks, model))
+        return found
+
+    *_, found = run_ranks(2, start)
+    for residual, own in zip(RESIDUALS, found, strict=True):
+        torch.testing.assert_close(own, losses, rtol=1e-12, atol=0, msg=residual)
 
 
 def test_a_converted_checkpoint_loads_as_one_of_the_residual_with_the_losses_of_the_plain_one(
@@ -198,6 +242,12 @@ def test_a_plain_state_dict_lacks_the_new_keys_alone_and_loads_when_that_is_mean
             own = weights([model])
             assert all(torch.equal(own[name], initial[name]) for name in new)
             assert all(torch.equal(own[n], w) for n, w in weights([stock]).items())
+            with torch.device("meta"):
+                (model,) = chunks_of(one, residual, seed=2)
+            with start_from_plain():
+                model.load_state_dict(state, assign=True)
+            own = weights([model])  # the values were announced, and the parameters had none
+            assert all(torch.equal(own[name], initial[name]) for name in new)
             incomplete = {k: v for k, v in state.items() if "1.mlp.linear_fc2.weight" not in k}
             with start_from_plain(), pytest.raises(ValueError, match="1.mlp.linear_fc2.weight"):
                 model.load_state_dict(incomplete, strict=False)

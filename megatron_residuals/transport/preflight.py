@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.plan import TransferPlan
+from megatron_residuals.text import fault_list
 
 PATIENCE = timedelta(minutes=10)
 
@@ -96,10 +97,11 @@ def agree(pp_group: dist.ProcessGroup, serial: int, mine: Terms) -> None:
         theirs = _read(store, key.format(members[neighbour]), neighbour)
         faults += _differences(rank, neighbour, size, mine, theirs)
     if faults:
-        raise RuntimeError(
+        heading = (
             "neighbouring pipeline ranks disagree; nothing was sent. Start all ranks with the same "
-            "model, residual and parallel options:\n" + "\n".join(f"  - {f}" for f in faults)
+            "model, residual and parallel options"
         )
+        raise RuntimeError(fault_list(heading, faults))
 
 
 def _read(store: dist.Store, key: str, neighbour: int) -> Terms:

@@ -132,6 +132,9 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
         "mem_get_info": _answers((1 << 34, 1 << 34)),
         "device_memory_used": _answers(0),
         "utilization": _answers(0),
+        "temperature": _answers(0),
+        "power_draw": _answers(0),
+        "clock_rate": _answers(0),
     }
 
 
@@ -193,7 +196,7 @@ def map_cuda_functions() -> str:
     nvtx.range = _null_context()
     return (
         "torch.cuda: device -> cpu; streams, events, nvtx -> null objects; generator -> the CPU's; "
-        "memory figures -> 0"
+        "figures of memory, load, heat and power -> 0"
     )
 
 
@@ -251,4 +254,9 @@ def map_training() -> str:
     # Asked for with tensor or context parallelism only; 9 (Hopper) also wants the variable below.
     arguments.get_device_arch_version = _answers(9)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    return "megatron.training: allow_no_cuda, device_count -> 1, device architecture -> 9"
+    # Asked for with --moe-grouped-gemm; the local layers run expert by expert with it or without.
+    torch.cuda.get_device_capability = _answers((9, 0))
+    return (
+        "megatron.training: allow_no_cuda, device_count -> 1, device architecture -> 9.0 "
+        "(--moe-grouped-gemm is taken, and experts run one by one)"
+    )

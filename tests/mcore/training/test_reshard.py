@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron_residuals.testing import assert_close
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.toy_gpt import ToyGPT
-from tests.mcore.checkpoint.saving import (
+from tests.mcore.training.saving import (
     BLOCKS,
     DISTRIBUTED,
     MHC,

@@ -24,7 +24,7 @@ from megatron_residuals.cli import main
 from megatron_residuals.commands import doctor
 from megatron_residuals.mcore import install as seams
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_residuals.testing.toy_gpt import ToyGPT
 from megatron_residuals.testing.toy_training import Training
-from tests.mcore.checkpoint.saving import BLOCKS, DISTRIBUTED, MHC, PLAIN, train
+from tests.mcore.training.saving import BLOCKS, DISTRIBUTED, MHC, PLAIN, train
 
 SMALL = ToyGPT(num_layers=4, hidden_size=16, seq_length=8)
 PIPELINE = ToyGPT(num_layers=4, hidden_size=16, seq_length=8, pp=2, vpp=2)

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.planner.schedule import Pass, schedule
+from megatron_residuals.pipeline.schedule import Pass, schedule
 
 
 def order(layout: StageLayout, rank: int, *args: int) -> str:

@@ -1,0 +1,11 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds the model in a training run.
+
+startup                        what a run prints when its model is built
+checkpoint                     the record of a residual in checkpoints, compared before they load
+warm_start                     training that starts from the weights of a plain model
+optimizer, mixed_precision     parameter groups of the mechanism; groups of mixed precision
+monitor, training_log          records steps; where Megatron's loop says that one is over
+publish                        from a record to files, wandb and TensorBoard
+"""
