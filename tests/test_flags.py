@@ -19,6 +19,7 @@ from megatron_residuals.flags import (
     CONVERT_BLOCK_LENGTH,
     FROM_FLAGS,
     LR_MULT,
+    MECHANISM_FLAG,
     SPECS,
     WD_MULT,
     add_residual_arguments,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options as fields of frozen dataclasses: default, help, range and meaning stand with the field."""
+"""Options as fields of frozen dataclasses: default, help, range and meaning with the field."""
 
 from __future__ import annotations
 

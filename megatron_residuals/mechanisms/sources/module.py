@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that read from depth sources: Block AttnRes, and Full AttnRes as blocks of one sublayer."""
+"""Modules over depth sources: Block AttnRes, and Full AttnRes as blocks of one sublayer."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class ManifoldHyperConnection(StreamResidual):
         return mhc_coefficients(streams, *self._weights(), **self._options())
 
     def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
-        """``read``: the write that is still to be done, the coefficients and the read in one step."""
+        """``read``, with the write that is still to be done and the coefficients in one step."""
         streams, x, h_pre, h_post, h_res = update_and_read(
             state.streams, state.update, *self._weights(), **self._options(), backend=self.kernels
         )
