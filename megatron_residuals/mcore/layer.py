@@ -26,7 +26,6 @@ from megatron_residuals.modules import ResidualState, SublayerResidual, build_su
 from megatron_residuals.recompute.steps import Step, plain_step
 
 ATTENTION, MLP = range(2)  # the sublayers of a layer, in order
-SUBLAYERS = 2
 FOREIGN_BLOCK = (
     "a layer with a replaced residual stands in a block that carries no residual state: GPTModel "
     "builds its decoder as it must, and with a model class of your own build a "

@@ -12,37 +12,19 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.depth import DepthMap
 from megatron_residuals.mcore.compat import layer_quantization_context
-from megatron_residuals.mcore.layer import ATTENTION, SUBLAYERS
 from megatron_residuals.modules import ResidualState, SourceState
 from megatron_residuals.modules.depth_attention import DepthAttention, open_reads
+from megatron_residuals.pipeline.layout import ATTENTION
+from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.segments import (
-    Segment,
-    block_segments,
-    group_length,
+    HostFull,
     layer_ranges,
+    stage_group_length,
+    stage_segments,
 )
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
-
-
-def stage_segments(
-    residual: ResidualConfig, config: Any, depth: DepthMap | None, sublayers: range
-) -> list[Segment]:
-    """How a stage's sublayers are cut: by our policy, or by the host's full recompute."""
-    if len(sublayers) == 0:
-        return []
-    if depth is not None and residual.recompute_policy in ("block", "block+layer"):
-        by_layer = residual.recompute_policy == "block+layer"
-        return block_segments(depth, sublayers, by_layer=by_layer)
-    if config.recompute_granularity != "full":
-        return [Segment(sublayers, False)]
-    count = config.recompute_num_layers
-    if config.recompute_method == "uniform":
-        return [Segment(part, True) for part in layer_ranges(sublayers, SUBLAYERS, count)]
-    layers = layer_ranges(sublayers, SUBLAYERS)
-    return [Segment(part, index < count) for index, part in enumerate(layers)]
 
 
 class StageRunner:
@@ -57,20 +39,21 @@ class StageRunner:
         self,
         residual: ResidualConfig,
         config: Any,
-        depth: DepthMap | None,
-        sublayers: range,
+        plan: TransferPlan,
+        stage: int,
         layers: Sequence[Any],
         tp_group: torch.distributed.ProcessGroup,
     ) -> None:
-        self._residual, self._config, self._depth = residual, config, depth
-        self._sublayers, self._layers, self._tp_group = sublayers, layers, tp_group
-        self.segments = stage_segments(residual, config, depth, sublayers)
+        self._residual, self._config, self._layers = residual, config, layers
+        self._layout, self._depth, self._tp_group = plan.layout, plan.depth, tp_group
+        self._sublayers = sublayers = plan.layout.sublayers(stage)
+        host_full = None
+        if config.recompute_granularity == "full":
+            host_full = HostFull(config.recompute_method, config.recompute_num_layers)
+        self.segments = stage_segments(residual, plan.layout, plan.depth, stage, host_full)
         if len(sublayers) > 0:
             self._parts(sublayers)  # raises where two phases are demanded and make no sense
-        self.group_length: int | None = None
-        if residual.recompute_policy == "group":
-            chosen = group_length(residual.streams, len(sublayers))
-            self.group_length = residual.group_length or chosen
+        self.group_length = stage_group_length(residual, len(sublayers))
         if residual.recompute_policy in ("mix", "group"):
             for layer in layers:
                 layer.discard_norms()
@@ -113,16 +96,18 @@ class StageRunner:
         return reads_in_two_phases(self._residual.resolved_two_phase, self._depth, part.start)
 
     def _reader(self, sublayer: int) -> DepthAttention:
-        layer = self._layers[sublayer // SUBLAYERS - self._sublayers.start // SUBLAYERS]
-        attention = sublayer % SUBLAYERS == ATTENTION
+        layer, attention = self._layer_of(sublayer), self._layout.kind(sublayer) == ATTENTION
         reader: DepthAttention = layer.self_attention_residual if attention else layer.mlp_residual
         return reader
 
     def _layers_of(self, sublayers: range) -> Iterator[tuple[Any, list[int]]]:
-        first_layer = self._sublayers.start // SUBLAYERS
-        for part in layer_ranges(sublayers, SUBLAYERS):
-            layer = self._layers[part.start // SUBLAYERS - first_layer]
-            yield layer, [sublayer % SUBLAYERS for sublayer in part]
+        for part in layer_ranges(self._layout, sublayers):
+            whole = self._layout.sublayers_of_layer(self._layout.layer_of(part.start))
+            yield self._layer_of(part.start), [sublayer - whole.start for sublayer in part]
+
+    def _layer_of(self, sublayer: int) -> Any:
+        first = self._layout.layer_of(self._sublayers.start)
+        return self._layers[self._layout.layer_of(sublayer) - first]
 
     def _checkpoint(
         self, state: Any, sublayers: range, inner: tuple[range, ...], arguments: dict[str, Any]
