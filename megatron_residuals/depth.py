@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth as arithmetic: which sublayer opens a block, and what it finds to read.
 
-Numbering. Sublayers are global and 0-based: with two per layer, attention of layer l is 2l and its
-MLP is 2l+1. Source 0 is the embedding; source n >= 1 is the sum of the sublayer outputs of block n.
+Numbering. Sublayers are global and 0-based; which layer each belongs to is the layout's business
+(`pipeline.layout`). Source 0 is the embedding; source n >= 1 is the sum of the outputs of block n.
 At the first sublayer of a block the finished sum is read as the running partial, *then* pushed as
 a source, and *then* a fresh partial starts (Block AttnRes, arXiv 2603.15031, eq. 6).
 Depends on the standard library only.
@@ -32,31 +32,31 @@ def source_names(sources: Iterable[int]) -> str:
     return " ".join(words) or "-"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class DepthMap:
-    """Blocks of `block_sublayers` sublayers over a model of `num_layers` layers.
+    """Blocks of `block_sublayers` sublayers over the `num_sublayers` of a model.
 
-    The last block may be short. `block_sublayers=1` is Full AttnRes; one block as long as the model
-    leaves the embedding as the only source beside the running sum.
+    It is made for a number of layers with equally many sublayers each, by default those of a GPT
+    layer; afterwards only sublayers count. The last block may be short. `block_sublayers=1` is Full
+    AttnRes; one block as long as the model leaves the embedding as the only source beside the
+    running sum.
 
     Raises:
         ValueError: a count is not an integer of at least 1 (all faults in one message).
     """
 
-    num_layers: int
+    num_sublayers: int
     block_sublayers: int
-    sublayers_per_layer: int = 2
 
-    def __post_init__(self) -> None:
-        raise_faults(
-            "DepthMap",
-            count_faults(
-                1,
-                num_layers=self.num_layers,
-                block_sublayers=self.block_sublayers,
-                sublayers_per_layer=self.sublayers_per_layer,
-            ),
-        )
+    def __init__(self, num_layers: int, block_sublayers: int, sublayers_per_layer: int = 2) -> None:
+        counts = {
+            "num_layers": num_layers,
+            "block_sublayers": block_sublayers,
+            "sublayers_per_layer": sublayers_per_layer,
+        }
+        raise_faults("DepthMap", count_faults(1, **counts))
+        object.__setattr__(self, "num_sublayers", num_layers * sublayers_per_layer)
+        object.__setattr__(self, "block_sublayers", block_sublayers)
 
     @classmethod
     def from_layers(
@@ -70,10 +70,6 @@ class DepthMap:
         return cls(num_layers, block_layers * sublayers_per_layer, sublayers_per_layer)
 
     @property
-    def num_sublayers(self) -> int:
-        return self.num_layers * self.sublayers_per_layer
-
-    @property
     def num_blocks(self) -> int:
         """N, a short last block included; the embedding is a source but no block."""
         return -(-self.num_sublayers // self.block_sublayers)
@@ -82,6 +78,11 @@ class DepthMap:
         """Whether sublayer i is the first of its block."""
         self._check(i, self.num_sublayers - 1)
         return i % self.block_sublayers == 0
+
+    def source_of(self, i: int) -> int:
+        """The source that the output of sublayer i is summed into."""
+        self._check(i, self.num_sublayers - 1)
+        return i // self.block_sublayers + 1
 
     def num_sources(self, i: int) -> int:
         """Completed sources, embedding included, in the state just before sublayer i reads.

@@ -134,4 +134,4 @@ def test_a_depth_map_is_a_frozen_value() -> None:
     assert DepthMap.from_layers(6, 2) == DepthMap(6, 4)
     assert len({DepthMap(6, 4), DepthMap.from_layers(6, 2), DepthMap(6, 3)}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
-        DepthMap(6, 4).num_layers = 7  # type: ignore[misc]
+        DepthMap(6, 4).num_sublayers = 7  # type: ignore[misc]

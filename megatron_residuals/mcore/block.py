@@ -60,8 +60,8 @@ class ResidualTransformerBlock(TransformerBlock):
         self.runner = StageRunner(
             submodules.residual,
             self.config,
-            route.plan.depth,
-            self.stage_io.sublayers,
+            route.plan,
+            self.stage_io.stage,
             self.layers,
             self.tp_group,
         )

@@ -106,11 +106,7 @@ class Route:
 
 def plan_transfer(residual: ResidualConfig, config: Any, num_ranks: int) -> TransferPlan:
     """The transfer plan of a model with the given host config over ``num_ranks`` pipeline ranks."""
-    layout = stage_layout(config, num_ranks)
-    depth = residual.depth_map(config.num_layers)
-    if depth is not None:
-        return TransferPlan.for_sources(layout, depth, residual.transport)
-    return TransferPlan.for_streams(layout, residual.rows)
+    return TransferPlan.for_residual(residual, stage_layout(config, num_ranks))
 
 
 def route_for(

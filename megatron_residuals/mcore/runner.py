@@ -14,35 +14,15 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.depth import DepthMap
 from megatron_residuals.mcore.compat import layer_quantization_context
 from megatron_residuals.modules import ResidualState, SourceState
-from megatron_residuals.pipeline.layout import GPT_LAYER
+from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.segments import (
-    Segment,
-    block_segments,
-    group_length,
-    layer_ranges,
+    HostFull,
+    stage_group_length,
+    stage_segments,
 )
 from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
-
-
-def stage_segments(
-    residual: ResidualConfig, config: Any, depth: DepthMap | None, sublayers: range
-) -> list[Segment]:
-    """How a stage's sublayers are cut: by our policy, or by the host's full recompute."""
-    if len(sublayers) == 0:
-        return []
-    if depth is not None and residual.recompute_policy in ("block", "block+layer"):
-        by_layer = residual.recompute_policy == "block+layer"
-        return block_segments(depth, sublayers, by_layer=by_layer)
-    if config.recompute_granularity != "full":
-        return [Segment(sublayers, False)]
-    count = config.recompute_num_layers
-    if config.recompute_method == "uniform":
-        return [Segment(part, True) for part in layer_ranges(sublayers, len(GPT_LAYER), count)]
-    layers = layer_ranges(sublayers, len(GPT_LAYER))
-    return [Segment(part, index < count) for index, part in enumerate(layers)]
 
 
 class StageRunner:
@@ -57,19 +37,19 @@ class StageRunner:
         self,
         residual: ResidualConfig,
         config: Any,
-        depth: DepthMap | None,
-        sublayers: range,
+        plan: TransferPlan,
+        stage: int,
         layers: Sequence[Any],
         tp_group: torch.distributed.ProcessGroup,
     ) -> None:
-        self._residual, self._config, self._depth = residual, config, depth
-        self._sublayers, self._tp_group = sublayers, tp_group
+        self._residual, self._config, self._tp_group = residual, config, tp_group
+        self._sublayers, self._depth = plan.layout.sublayers(stage), plan.depth
         self._places = [(layer, i) for layer in layers for i in range(len(layer.residuals))]
-        self.segments = stage_segments(residual, config, depth, sublayers)
-        self.group_length: int | None = None
-        if residual.recompute_policy == "group":
-            chosen = group_length(residual.rows, len(sublayers))
-            self.group_length = residual.group_length or chosen
+        host_full = None
+        if config.recompute_granularity == "full":
+            host_full = HostFull(config.recompute_method, config.recompute_num_layers)
+        self.segments = stage_segments(residual, plan.layout, plan.depth, stage, host_full)
+        self.group_length = stage_group_length(residual, len(self._sublayers))
         if residual.recompute_policy in ("mix", "group"):
             for layer in layers:
                 layer.discard_norms()

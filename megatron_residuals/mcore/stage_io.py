@@ -38,28 +38,16 @@ class StageIO:
     Before the state is opened, and after it is closed, the payload is one row, the hidden state.
 
     Attributes:
-        opens: whether the embedding becomes the state here. Depth sources open at the embedding,
-            streams where the first layer is (so that n streams are not sent for one embedding).
-        receives, sends: whether the payload in, and out, is a state rather than a hidden state.
-        closes: whether the last layer is here, behind which the state becomes the hidden state.
+        opens, closes: whether the embedding becomes the state here, and the state the hidden state.
+        receives: whether the payload in is a state rather than a hidden state.
     """
 
     def __init__(self, route: Route, stage: int) -> None:
         self.route, self._plan, self.stage = route, route.plan, stage
-        layout = route.plan.layout
+        plan, layout = route.plan, route.plan.layout
         self.layers_before, self.num_layers = layout.first_layer(stage), layout.layers[stage]
-        open_from_start = route.residual.entry.opens_at_embedding
-        open_in = self.layers_before > 0 or (open_from_start and stage > 0)
-        self.receives = open_in and self.layers_before < layout.num_layers
-        self.opens = not open_in and (self.num_layers > 0 or open_from_start)
-        layers_through = self.layers_before + self.num_layers
-        self.closes = self.num_layers > 0 and layers_through == layout.num_layers
-        self.sends = (self.receives or self.opens) and not self.closes
-
-    @property
-    def sublayers(self) -> range:
-        """Global indices of the sublayers of this stage."""
-        return range(2 * self.layers_before, 2 * (self.layers_before + self.num_layers))
+        self.receives, self.opens = plan.receives(stage), plan.opens(stage)
+        self.closes = plan.closes(stage)
 
     def begin(self) -> Visit:
         """Start a forward pass of this stage."""

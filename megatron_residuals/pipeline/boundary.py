@@ -25,6 +25,8 @@ class Boundary:
             (residual streams, or the hidden state behind the last layer).
         partial_complete: whether that partial is a finished source.
         rows: `[s, b, h]` rows on the wire.
+        carries_state: whether they are the state between two sublayers, rather than one hidden
+            state: the embedding, or what is behind the last layer.
     """
 
     stage: int
@@ -37,6 +39,7 @@ class Boundary:
     partial: int | None
     partial_complete: bool
     rows: int
+    carries_state: bool
 
     @property
     def arrivals(self) -> tuple[int, ...]:
@@ -56,6 +59,7 @@ def _boundary(
     partial: int | None = None,
     partial_complete: bool = False,
     rows: int,
+    carries_state: bool,
 ) -> Boundary:
     return Boundary(
         stage=g,
@@ -68,6 +72,7 @@ def _boundary(
         partial=partial,
         partial_complete=partial_complete,
         rows=rows,
+        carries_state=carries_state,
     )
 
 
@@ -75,7 +80,7 @@ def source_boundary(
     layout: StageLayout, depth: DepthMap, g: int, held: set[int], sent: set[int]
 ) -> Boundary:
     """The hop into stage g of a plan for sources, given what it holds and what is sent."""
-    sublayer = layout.first_layer(g) * depth.sublayers_per_layer
+    sublayer = layout.first_sublayer(g)
     behind_last_layer = sublayer == depth.num_sublayers
     return _boundary(
         layout,
@@ -86,10 +91,12 @@ def source_boundary(
         partial=None if behind_last_layer else depth.partial_id(sublayer),
         partial_complete=not behind_last_layer and depth.partial_is_complete(sublayer),
         rows=len(sent) + 1,
+        carries_state=not behind_last_layer,
     )
 
 
 def stream_boundary(layout: StageLayout, g: int, num_streams: int) -> Boundary:
     """The hop into stage g of a plan for residual streams."""
-    rows = num_streams if between_layers(layout, g) else 1
-    return _boundary(layout, g, 2 * layout.first_layer(g), rows=rows)
+    inside = between_layers(layout, g)
+    rows = num_streams if inside else 1
+    return _boundary(layout, g, layout.first_sublayer(g), rows=rows, carries_state=inside)

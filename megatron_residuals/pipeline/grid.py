@@ -53,7 +53,7 @@ def _record(
         "layers before": str(plan.layout.first_layer(boundary.stage)),
     }
     if plan.depth is None:
-        record["carries"] = _stream_state(plan, boundary)
+        record["carries"] = _stream_state(boundary)
     else:
         record["holds"] = source_names(boundary.held)
         record["sends"] = source_names(boundary.sent)
@@ -70,11 +70,10 @@ def _record(
     return record
 
 
-def _stream_state(plan: TransferPlan, boundary: Boundary) -> str:
-    layers_before = plan.layout.first_layer(boundary.stage)
-    if layers_before == 0:
-        return "embedding"
-    return "hidden" if layers_before == plan.layout.num_layers else f"{boundary.rows} stream(s)"
+def _stream_state(boundary: Boundary) -> str:
+    if boundary.carries_state:
+        return f"{boundary.rows} stream(s)"
+    return "hidden" if boundary.sublayer else "embedding"
 
 
 def _totals(plan: TransferPlan, row_bytes: int | None) -> list[str]:

@@ -119,6 +119,21 @@ class StageLayout:
     def num_sublayers(self) -> int:
         return self._starts[-1]
 
+    @property
+    def sublayers_per_layer(self) -> int:
+        """Sublayers of each layer.
+
+        Raises:
+            ValueError: not all layers have as many.
+        """
+        counts = sorted(set(map(len, self.layer_kinds or (GPT_LAYER,))))
+        if len(counts) > 1:
+            raise ValueError(
+                f"layers of this layout have {counts[0]} to {counts[-1]} sublayers, so nothing can "
+                "be counted in layers; count sublayers."
+            )
+        return counts[0]
+
     def first_sublayer(self, g: int) -> int:
         """Sublayers before stage g, which is the global 0-based index of its first sublayer."""
         return self._starts[self.first_layer(g)]

@@ -71,11 +71,9 @@ def source_lives(
 
 def _finished(layout: StageLayout, depth: DepthMap, g: int) -> range:
     """Sources that stage g completes, the finished sum that it sends as a partial included."""
-    entry = layout.first_layer(g) * depth.sublayers_per_layer
-    complete_before = depth.num_complete(entry) if g else 0
-    return range(
-        complete_before, depth.num_complete(entry + layout.layers[g] * depth.sublayers_per_layer)
-    )
+    sublayers = layout.sublayers(g)
+    complete_before = depth.num_complete(sublayers.start) if g else 0
+    return range(complete_before, depth.num_complete(sublayers.stop))
 
 
 def stage_caches(layout: StageLayout, lives: Sequence[SourceLife]) -> tuple[StageCache, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from megatron_residuals.config import TRANSPORTS
+from megatron_residuals.config import TRANSPORTS, ResidualConfig
 from megatron_residuals.depth import DepthMap, source_names
 from megatron_residuals.pipeline.boundary import Boundary, source_boundary, stream_boundary
 from megatron_residuals.pipeline.grid import plan_grid
@@ -35,7 +35,14 @@ __all__ = ["Boundary", "SourceLife", "StageCache", "StageLayout", "TransferPlan"
 class TransferPlan:
     """The boundaries of a layout (num_stages - 1 of them) under one transport.
 
-    Build it with `for_sources` or `for_streams`; two equal plans describe the same traffic.
+    Build it with `for_residual`, or with `for_sources` and `for_streams`; two equal plans describe
+    the same traffic.
+
+    What happens to the state in a stage follows from its hops. It ``receives`` and ``sends`` one,
+    or a single hidden state; it ``opens`` one from the embedding where it has received none but
+    leaves or closes one; it ``closes`` it, to the hidden state, behind the last layer. Depth
+    sources open at the embedding; streams where the first layer is, so that n of them are not sent
+    for one embedding.
     """
 
     layout: StageLayout
@@ -45,21 +52,29 @@ class TransferPlan:
     boundaries: tuple[Boundary, ...]
 
     @classmethod
+    def for_residual(cls, residual: ResidualConfig, layout: StageLayout) -> TransferPlan:
+        """The plan of a model with this residual connection."""
+        depth = residual.depth_map(layout.num_layers, layout.sublayers_per_layer)
+        if depth is not None:
+            return cls.for_sources(layout, depth, residual.transport)
+        return cls.for_streams(layout, residual.rows)
+
+    @classmethod
     def for_sources(
         cls, layout: StageLayout, depth: DepthMap, transport: str = "delta"
     ) -> TransferPlan:
         """Full and Block AttnRes: sources and a running partial cross.
 
         Raises:
-            ValueError: unknown transport, or the layout and the depth differ in layers.
+            ValueError: unknown transport, or the layout and the depth differ in sublayers.
         """
         faults = []
         if transport not in TRANSPORTS:
             faults.append(f"transport is {transport!r}; allowed: {', '.join(TRANSPORTS)}.")
-        if layout.num_layers != depth.num_layers:
+        if layout.num_sublayers != depth.num_sublayers:
             faults.append(
-                f"the layout has {layout.num_layers} layers and the depth {depth.num_layers}; "
-                "build both for the same model."
+                f"the layout has {layout.num_sublayers} sublayers and the depth "
+                f"{depth.num_sublayers}; build both for the same model."
             )
         raise_faults("TransferPlan", faults)
         route = delta_route if transport == "delta" else full_route
@@ -74,7 +89,7 @@ class TransferPlan:
         """Residual streams: n rows cross between layers, one before the first and after the last.
 
         `num_streams=1` is the plain residual. Every stream changes in every sublayer, so nothing
-        can be kept and the transport is always `full`. `Boundary.sublayer` counts two per layer.
+        can be kept and the transport is always `full`.
         """
         raise_faults("TransferPlan", count_faults(1, num_streams=num_streams))
         boundaries = tuple(
@@ -95,6 +110,24 @@ class TransferPlan:
     def rows_out(self, g: int) -> int:
         """Rows sent by stage g per micro-batch; its backward receives as many."""
         return 0 if g == self.layout.num_stages - 1 else self.rows_in(g + 1)
+
+    def receives(self, g: int) -> bool:
+        """Whether the payload into stage g is a state rather than a hidden state."""
+        boundary = self.boundary_into(g)
+        return boundary is not None and boundary.carries_state
+
+    def sends(self, g: int) -> bool:
+        """Whether the payload out of stage g is a state rather than a hidden state."""
+        return g < self.layout.num_stages - 1 and self.receives(g + 1)
+
+    def closes(self, g: int) -> bool:
+        """Whether the last layer is in stage g, behind which the state becomes a hidden state."""
+        sublayers = self.layout.sublayers(g)
+        return len(sublayers) > 0 and sublayers.stop == self.layout.num_sublayers
+
+    def opens(self, g: int) -> bool:
+        """Whether the embedding becomes the state in stage g."""
+        return not self.receives(g) and (self.sends(g) or self.closes(g))
 
     def with_transport(self, transport: str) -> TransferPlan:
         """The same pipeline under another transport; streams know only one."""
@@ -242,9 +275,10 @@ def _rebuild(fields: Mapping[str, object]) -> TransferPlan:
     layout_fields, depth_fields = fields["layout"], fields["depth"]
     if not isinstance(layout_fields, dict):
         raise TypeError("layout is not an object")
-    layout = StageLayout(**layout_fields | {"layers": tuple(layout_fields["layers"])})
+    layout = StageLayout(**layout_fields)
     if isinstance(depth_fields, dict):
-        return TransferPlan.for_sources(layout, DepthMap(**depth_fields), str(fields["transport"]))
+        depth = DepthMap(depth_fields["num_sublayers"], depth_fields["block_sublayers"], 1)
+        return TransferPlan.for_sources(layout, depth, str(fields["transport"]))
     streams = fields["num_streams"]
     if not isinstance(streams, int):
         raise TypeError("num_streams is not an integer")

@@ -17,8 +17,8 @@ def full_route(layout: StageLayout, depth: DepthMap) -> tuple[list[set[int]], li
     """Per stage: nothing held, every complete source sent."""
     sent = []
     for g in range(layout.num_stages):
-        sublayer = layout.first_layer(g) * depth.sublayers_per_layer
-        sent.append(set(range(depth.num_sources(sublayer))) if between_layers(layout, g) else set())
+        sources = range(depth.num_sources(layout.first_sublayer(g)))
+        sent.append(set(sources) if between_layers(layout, g) else set())
     return [set() for _ in sent], sent
 
 
@@ -31,10 +31,10 @@ def delta_route(layout: StageLayout, depth: DepthMap) -> tuple[list[set[int]], l
     held: list[set[int]] = [set() for _ in layout.layers]
     sent: list[set[int]] = [set() for _ in layout.layers]
     on_rank: list[set[int]] = [set() for _ in range(layout.num_ranks)]
-    for g, num_layers in enumerate(layout.layers):
-        here = on_rank[layout.rank(g)]
-        entry = layout.first_layer(g) * depth.sublayers_per_layer
-        if num_layers:
+    for g in range(layout.num_stages):
+        here, sublayers = on_rank[layout.rank(g)], layout.sublayers(g)
+        entry = sublayers.start
+        if sublayers:
             for source in range(depth.num_sources(entry)):
                 hop = g
                 while source not in on_rank[layout.rank(hop)]:
@@ -45,7 +45,7 @@ def delta_route(layout: StageLayout, depth: DepthMap) -> tuple[list[set[int]], l
                 # A stage with layers has the source in its state anyway; others fetch to pass on.
                 if hop == g or not layout.layers[hop]:
                     held[hop].add(source)
-            here.update(range(depth.num_complete(entry + num_layers * depth.sublayers_per_layer)))
+            here.update(range(depth.num_complete(sublayers.stop)))
         elif depth.partial_is_complete(entry) and entry < depth.num_sublayers:
             here.add(depth.partial_id(entry))
     return held, sent

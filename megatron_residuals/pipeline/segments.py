@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.two_phase import cut_at_blocks
 
 
@@ -25,28 +29,70 @@ class Segment:
     inner: tuple[range, ...] = ()
 
 
-def block_segments(depth: DepthMap, sublayers: range, *, by_layer: bool) -> list[Segment]:
+class HostFull(NamedTuple):
+    """The host's ``full`` recompute.
+
+    ``uniform`` makes a checkpoint of every ``num_layers`` layers, ``block`` one of each of the
+    first ``num_layers`` layers of a stage.
+    """
+
+    method: str
+    num_layers: int
+
+
+def stage_segments(
+    residual: ResidualConfig,
+    layout: StageLayout,
+    depth: DepthMap | None,
+    stage: int,
+    host_full: HostFull | None = None,
+) -> list[Segment]:
+    """How the sublayers of a stage are cut: by our policy, or by the host's full recompute."""
+    sublayers = layout.sublayers(stage)
+    if not sublayers:
+        return []
+    if depth is not None and residual.recompute_policy in ("block", "block+layer"):
+        by_layer = residual.recompute_policy == "block+layer"
+        return block_segments(layout, depth, sublayers, by_layer=by_layer)
+    if host_full is None:
+        return [Segment(sublayers, False)]
+    if host_full.method == "uniform":
+        parts = layer_ranges(layout, sublayers, host_full.num_layers)
+        return [Segment(part, True) for part in parts]
+    layers = layer_ranges(layout, sublayers)
+    return [Segment(part, index < host_full.num_layers) for index, part in enumerate(layers)]
+
+
+def block_segments(
+    layout: StageLayout, depth: DepthMap, sublayers: range, *, by_layer: bool
+) -> list[Segment]:
     """One checkpoint for the part of each block that lies in a stage.
 
     ``by_layer`` makes every layer inside a checkpoint of its own, so that a replay holds one layer.
     """
     segments = []
     for part in cut_at_blocks(depth, sublayers):
-        inner = layer_ranges(part, depth.sublayers_per_layer) if by_layer else ()
+        inner = layer_ranges(layout, part) if by_layer else ()
         # one layer inside is the checkpoint itself
         segments.append(Segment(part, True, inner if len(inner) > 1 else ()))
     return segments
 
 
-def layer_ranges(sublayers: range, sublayers_per_layer: int, every: int = 1) -> tuple[range, ...]:
+def layer_ranges(layout: StageLayout, sublayers: range, every: int = 1) -> tuple[range, ...]:
     """The sublayers cut at each ``every``-th layer boundary, counted from their start's layer."""
-    if len(sublayers) == 0:
+    if not sublayers:
         return ()
-    size = every * sublayers_per_layer
-    first = sublayers.start - sublayers.start % sublayers_per_layer
-    starts = [max(start, sublayers.start) for start in range(first, sublayers.stop, size)]
-    stops = [*starts[1:], sublayers.stop]
-    return tuple(range(start, stop) for start, stop in zip(starts, stops, strict=True))
+    first, last = layout.layer_of(sublayers[0]), layout.layer_of(sublayers[-1])
+    cuts = [layout.sublayers_of_layer(layer).start for layer in range(first, last + 1, every)]
+    bounds = [sublayers.start, *cuts[1:], sublayers.stop]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+def stage_group_length(residual: ResidualConfig, num_sublayers: int) -> int | None:
+    """Sublayers for which streams are kept once under the policy ``group``; None under others."""
+    if residual.recompute_policy != "group":
+        return None
+    return residual.group_length or group_length(residual.rows, num_sublayers)
 
 
 def group_length(num_streams: int, num_sublayers: int) -> int:

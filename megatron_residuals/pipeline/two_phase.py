@@ -30,7 +30,7 @@ def reads_in_two_phases(choice: str, depth: DepthMap, sublayer: int) -> bool:
             "two_phase is 'on', but every block has one sublayer (Full AttnRes), so no two reads "
             "share their sources; leave two_phase out, or use blocks of at least two sublayers"
         )
-    source = sublayer // depth.block_sublayers + 1
+    source = depth.source_of(sublayer)
     num_reads = len(depth.block_range(source))
     return choice != "off" and num_reads > 1 and (source > 1 or choice == "on")
 

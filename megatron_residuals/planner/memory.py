@@ -120,15 +120,11 @@ class MemoryPlan:
             return []
         residual = dataclasses.replace(self.residual, recompute=policy)
         lengths = {s.group_length for s in self._stages(residual) if s.sublayers}
-        return sorted(lengths)
+        return sorted(length for length in lengths if length is not None)
 
     def transfer_plan(self, residual: ResidualConfig) -> TransferPlan:
         """What crosses the stages of this layout."""
-        depth = residual.depth_map(self.layout.num_layers)
-        if depth is not None:
-            return TransferPlan.for_sources(self.layout, depth, residual.transport)
-        streams = residual.rows
-        return TransferPlan.for_streams(self.layout, streams)
+        return TransferPlan.for_residual(residual, self.layout)
 
     def _predict(
         self, name: str, residual: ResidualConfig, *, host_full: int = 0, stock: bool = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_residuals.pipeline.layout import ATTENTION, MLP
 from megatron_residuals.text import count_faults, raise_faults
 
 
@@ -23,7 +24,7 @@ class ModelSizes:
         element_bytes: of activations; what is computed in float32 or wider has `wide_bytes`.
         logit_bytes: what the loss keeps for each logit. The host's keeps float32.
         host_layer_bytes: of one layer's attention and MLP on one rank, for layers that are not the
-            host's local ones; None: as `host_layer_bytes` says.
+            host's local ones; None: as `host_bytes` says.
 
     Raises:
         ValueError: a size is out of range, or ranks do not divide what is split over them (all
@@ -115,16 +116,10 @@ class ModelSizes:
         return self.tokens * self.hidden_size * self.element_bytes
 
 
-@dataclass(frozen=True)
-class HostLayerBytes:
-    """What autograd keeps inside one attention and one MLP, their inputs apart."""
+def host_bytes(sizes: ModelSizes, kind: str) -> int:
+    """What autograd keeps inside one sublayer of a kind, its input apart.
 
-    attention: int
-    mlp: int
-
-
-def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
-    """Bytes on one rank, one micro-batch, of the host's *local* layer with unfused operations.
+    Bytes on one rank, one micro-batch, of the host's *local* layer with unfused operations.
 
     With q = tokens x heads/tp x head size, in elements:
 
@@ -143,10 +138,20 @@ def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
     The input of each (the norm's output) belongs to the residual path. Assumes no dropout, softmax
     in float32 for 16-bit models, no fused kernels, no bias after the output projections that would
     be kept (the host keeps none). Layers of Transformer Engine keep other things; measure one, and
-    give its bytes as ``ModelSizes.host_layer_bytes``.
+    give its bytes as ``ModelSizes.host_layer_bytes``, which then all stand with its attention.
+
+    Raises:
+        ValueError: no such kind of sublayer is known.
     """
+    known = {ATTENTION: _attention_bytes, MLP: _mlp_bytes}
+    if kind not in known:
+        raise ValueError(f"a sublayer is {kind!r}; sizes are known of {', '.join(known)}.")
     if sizes.host_layer_bytes is not None:
-        return HostLayerBytes(sizes.host_layer_bytes, 0)
+        return sizes.host_layer_bytes if kind == ATTENTION else 0
+    return known[kind](sizes)
+
+
+def _attention_bytes(sizes: ModelSizes) -> int:
     element, tokens = sizes.element_bytes, sizes.region_tokens
     heads, sequence = sizes.num_heads // sizes.tp, sizes.seq_length // sizes.cp
     queries = tokens * heads * sizes.head_size
@@ -158,11 +163,12 @@ def host_layer_bytes(sizes: ModelSizes) -> HostLayerBytes:
     angles = 4 * sequence * sizes.head_size if sizes.rope else 0
     scores = sizes.micro_batch_size * heads * sequence * sizes.seq_length
     softmax = scores * (element if element >= 4 else element + 4)
-    ffn = tokens * sizes.ffn_hidden_size // sizes.tp
-    return HostLayerBytes(
-        attention=(queries + projected + angles) * element + softmax,
-        mlp=(5 if sizes.gated else 2) * ffn * element,
-    )
+    return (queries + projected + angles) * element + softmax
+
+
+def _mlp_bytes(sizes: ModelSizes) -> int:
+    ffn = sizes.region_tokens * sizes.ffn_hidden_size // sizes.tp
+    return (5 if sizes.gated else 2) * ffn * sizes.element_bytes
 
 
 def flash_layer_bytes(sizes: ModelSizes) -> int:

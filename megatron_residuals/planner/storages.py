@@ -24,10 +24,16 @@ from typing import NamedTuple
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.streams import Streams
+from megatron_residuals.pipeline.layout import ATTENTION
 from megatron_residuals.pipeline.plan import TransferPlan
-from megatron_residuals.pipeline.segments import Segment, block_segments, group_length
+from megatron_residuals.pipeline.segments import (
+    HostFull,
+    Segment,
+    stage_group_length,
+    stage_segments,
+)
 from megatron_residuals.pipeline.two_phase import reads_in_two_phases
-from megatron_residuals.planner.sizes import ModelSizes, host_layer_bytes
+from megatron_residuals.planner.sizes import ModelSizes, host_bytes
 
 HOST, RESIDUAL, OUTSIDE = "attention_and_mlp", "residual", "outside_layers"
 PARTS = (HOST, RESIDUAL, OUTSIDE)
@@ -104,14 +110,12 @@ class StageStorages:
     @cached_property
     def sublayers(self) -> range:
         """Global indices of this stage's sublayers."""
-        first = 2 * self.plan.layout.first_layer(self.stage)
-        return range(first, first + 2 * self.plan.layout.layers[self.stage])
+        return self.plan.layout.sublayers(self.stage)
 
     @cached_property
-    def group_length(self) -> int:
-        """Sublayers of one group under the policy ``group``."""
-        chosen = group_length(self.residual.streams, len(self.sublayers))
-        return self.residual.group_length or chosen
+    def group_length(self) -> int | None:
+        """Sublayers of one group under the policy ``group``; None under others."""
+        return stage_group_length(self.residual, len(self.sublayers))
 
     # units of recomputation
 
@@ -125,15 +129,14 @@ class StageStorages:
 
     def _units(self) -> Iterator[Segment]:
         """The parts that are replayed one at a time."""
-        sublayers, policy = self.sublayers, self._policy
-        if policy in ("block", "block+layer"):
-            by_layer = policy == "block+layer"
-            yield from block_segments(self._depth, sublayers, by_layer=by_layer)
-        else:
-            length = {"host full": 2 * self.host_full, "group": self.group_length}.get(policy, 1)
-            for start in sublayers[::length]:
-                stop = min(start + length, sublayers.stop)
-                yield Segment(range(start, stop), self._is_checkpoint)
+        full = HostFull("uniform", self.host_full) if self.host_full else None
+        plan, length = self.plan, self.group_length or 1
+        for segment in stage_segments(self.residual, plan.layout, plan.depth, self.stage, full):
+            if segment.checkpoint:
+                yield segment
+                continue
+            for start in segment.sublayers[::length]:
+                yield Segment(range(start, min(start + length, segment.sublayers.stop)), False)
 
     def _kept_by(self, unit: Segment) -> Iterator[Storage]:
         if self._is_checkpoint:
@@ -188,7 +191,7 @@ class StageStorages:
     def _behind(self) -> Iterator[Storage]:
         """What is kept behind the last layer, and gone before any layer's backward."""
         sizes, residual = self.sizes, self.residual
-        if self.sublayers and self.sublayers.stop == 2 * self.plan.layout.num_layers:
+        if self.plan.closes(self.stage):
             end = self.sublayers.stop
             if self.plan.depth is not None:
                 yield from self._state(end)
@@ -208,10 +211,10 @@ class StageStorages:
     def _sublayer(self, i: int, within: range | None = None) -> Iterator[Storage]:
         """What is kept by sublayer i, which runs together with those ``within``: its stage's."""
         sizes, residual = self.sizes, self.residual
-        host = host_layer_bytes(sizes)
-        if i % 2 == 0:
+        kind = self.plan.layout.kind(i)
+        if kind == ATTENTION:
             yield self._mask
-        yield Storage(f"host:{i}", host.mlp if i % 2 else host.attention, HOST)
+        yield Storage(f"host:{i}", host_bytes(sizes, kind), HOST)
         if self._policy == "none":
             yield Storage(f"stats:{i}", sizes.norm_bytes, RESIDUAL)
             yield Storage(f"norm:{i}", sizes.row_bytes, RESIDUAL)
@@ -227,7 +230,7 @@ class StageStorages:
             yield from self._read(i, within or self.sublayers)
 
     def _keeps_state(self, i: int) -> bool:
-        if self._policy == "group":
+        if self._policy == "group" and self.group_length is not None:
             return (i - self.sublayers.start) % self.group_length == 0
         return self.residual.mechanism != "residual" or self.sizes.norm_keeps_input
 
@@ -237,7 +240,7 @@ class StageStorages:
         if self._in_two_phases(i):
             numbers = 3 * self._merges(i)
             if i == within.start or depth.opens_block(i):
-                end = min(within.stop, depth.block_range(i // depth.block_sublayers + 1).stop)
+                end = min(within.stop, depth.block_range(depth.source_of(i)).stop)
                 closed = depth.num_sources(i) + depth.opens_block(i)
                 numbers += (end - i + 1) * closed
                 size = (end - i) * self.sizes.hidden_size * self.sizes.wide_bytes

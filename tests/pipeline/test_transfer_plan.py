@@ -1,21 +1,24 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer plans: figures, a literal grid, and small pipelines walked stage by stage."""
+"""Transfer plans: figures, and small pipelines walked stage by stage."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.pipeline.layout import GPT_LAYER
 from megatron_residuals.pipeline.plan import StageLayout, TransferPlan
 
+HYBRID = StageLayout(
+    2, 2, (2, 0, 1, 3), (("mamba",), GPT_LAYER, ("moe",), GPT_LAYER, ("mamba",), ("mamba",))
+)
 Value = frozenset[object]  # what was summed into a tensor; two tensors are equal if these are
 
 FIGURES = [
@@ -27,45 +30,6 @@ FIGURES = [
     (93, 12, StageLayout(8, 1, (12,) * 5 + (11,) * 3), (35, 35), (8, 8)),
     (8, 2, StageLayout.even(8, 2, 2), (9, 4), (4, 2)),
 ]
-
-EIGHT_LAYERS = """\
-8 layers, blocks of 4 sublayers (4 blocks), P=2, V=2, 2 layers per stage, transport delta
-
-   hop     ranks  layers before  holds  sends  partial  rows  full
-0 -> 1  r0 -> r1              2  -      s0     s1          2     2
-1 -> 2  r1 -> r0              4  s0 s1  -      s2          1     3
-2 -> 3  r0 -> r1              6  s0-s2  -      s3          1     4
-
-s0 is the embedding; ~ marks a partial that is still growing.
-rows of [s, b, h] per micro-batch, forward (the backward moves as many): full 9, delta 4
-widest hop: full 4, delta 2
-kept on a rank per micro-batch, at most: 3"""
-
-STAND_ALONE_ENDS = """\
-5 layers, blocks of 3 sublayers (4 blocks), P=2, V=3, 0 to 2 layers per stage, transport delta
-
-   hop     ranks  layers before  holds  sends  partial  rows  full    bytes
-0 -> 1  r0 -> r1              0  -      -      s0          1     1  1.5 KiB
-1 -> 2  r1 -> r0              2  s0     s1     s2~         2     3  3.0 KiB
-2 -> 3  r0 -> r1              3  -      -      s2          1     3  1.5 KiB
-3 -> 4  r1 -> r0              3  s0 s1  -      s2          1     3  1.5 KiB
-4 -> 5  r0 -> r1              5  -      -      hidden      1     1  1.5 KiB
-
-s0 is the embedding; ~ marks a partial that is still growing.
-rows of [s, b, h] per micro-batch, forward (the backward moves as many): full 11 (16.5 KiB), delta 6 (9.0 KiB)
-widest hop: full 3 (4.5 KiB), delta 2 (3.0 KiB)
-kept on a rank per micro-batch, at most: 2 (3.0 KiB)"""  # noqa: E501
-
-FOUR_STREAMS = """\
-4 layers, 4 stream(s), P=2, V=2, 0 to 2 layers per stage, transport full
-
-   hop     ranks  layers before  carries      rows
-0 -> 1  r0 -> r1              0  embedding       1
-1 -> 2  r1 -> r0              2  4 stream(s)     4
-2 -> 3  r0 -> r1              4  hidden          1
-
-rows of [s, b, h] per micro-batch, forward (the backward moves as many): 6
-widest hop: 4"""
 
 
 def small_layouts() -> Iterator[StageLayout]:
@@ -122,7 +86,7 @@ class Walk:
         message: list[Value] = []
         sublayer = 0
         for g in range(self.layout.num_stages):
-            end = sublayer + self.layout.layers[g] * self.depth.sublayers_per_layer
+            end = self.layout.sublayers(g).stop
             state, partial = self.enter(g, message, sublayer)
             if end > sublayer:
                 wanted, running = self.reference[sublayer]
@@ -195,6 +159,9 @@ def plans(transport: str) -> Iterator[TransferPlan]:
     for layout, block_sublayers in itertools.product(SMALL_LAYOUTS, range(1, 8)):
         depth = DepthMap(layout.num_layers, block_sublayers)
         yield TransferPlan.for_sources(layout, depth, transport)
+    for block_sublayers in range(1, 8):
+        depth = DepthMap(HYBRID.num_sublayers, block_sublayers, 1)
+        yield TransferPlan.for_sources(HYBRID, depth, transport)
 
 
 def test_delta_brings_every_stage_what_it_reads_and_no_source_to_a_rank_twice() -> None:
@@ -261,22 +228,6 @@ def test_known_layouts_move_the_known_number_of_rows(
     Walk(plan)
 
 
-def test_the_grid_of_eight_layers_on_two_ranks_of_two_chunks() -> None:
-    plan = TransferPlan.for_sources(StageLayout.even(8, 2, 2), DepthMap.from_layers(8, 2))
-    assert plan.grid() == str(plan) == EIGHT_LAYERS
-
-
-def test_the_grid_with_stand_alone_embedding_and_loss_and_an_empty_stage_between() -> None:
-    layout = StageLayout.parse("E|tt|t||tt|L", 2)
-    assert TransferPlan.for_sources(layout, DepthMap(5, 3)).grid(1536) == STAND_ALONE_ENDS
-
-
-def test_the_grid_of_four_streams_and_their_single_rows_at_the_ends() -> None:
-    plan = TransferPlan.for_streams(StageLayout.parse("E|tt|tt|L", 2), 4)
-    assert plan.grid() == FOUR_STREAMS
-    assert (plan.rows_full, plan.rows_delta, plan.max_rows, plan.cache_rows) == (6, 6, 4, 0)
-
-
 def test_streams_cross_at_their_number_between_layers_and_as_one_row_outside() -> None:
     for layout, num_streams in itertools.product(SMALL_LAYOUTS, (1, 3, 4)):
         plan = TransferPlan.for_streams(layout, num_streams)
@@ -285,6 +236,44 @@ def test_streams_cross_at_their_number_between_layers_and_as_one_row_outside() -
             assert boundary.rows == (num_streams if 0 < before < layout.num_layers else 1)
             assert (boundary.held, boundary.sent, boundary.partial) == ((), (), None)
         assert plan.with_transport("delta") == plan
+
+
+def test_a_state_opens_once_closes_once_and_crosses_every_hop_between() -> None:
+    for layout in SMALL_LAYOUTS:
+        with_layers = [g for g, layers in enumerate(layout.layers) if layers]
+        for residual, opens in (
+            ("attnres", 0),
+            ("block_attnres(block_sublayers=3)", 0),
+            # n streams are not sent for one embedding
+            ("mhc", with_layers[0]),
+            ("residual", with_layers[0]),
+        ):
+            plan = TransferPlan.for_residual(ResidualConfig.parse(residual), layout)
+            stages = range(layout.num_stages)
+            closes = with_layers[-1]
+            assert [g for g in stages if plan.opens(g)] == [opens], plan
+            assert [g for g in stages if plan.closes(g)] == [closes], plan
+            assert [plan.receives(g) for g in stages] == [opens < g <= closes for g in stages]
+            assert [plan.sends(g) for g in stages] == [opens <= g < closes for g in stages]
+
+
+def test_the_plan_of_a_residual_is_that_of_its_state() -> None:
+    layout = StageLayout.even(8, 2, 2)
+    for residual, expected in (
+        ("residual", TransferPlan.for_streams(layout, 1)),
+        ("hc(streams=3)", TransferPlan.for_streams(layout, 3)),
+        ("attnres", TransferPlan.for_sources(layout, DepthMap(8, 1))),
+        (
+            "block_attnres(block_layers=2, transport='full')",
+            TransferPlan.for_sources(layout, DepthMap(8, 4), "full"),
+        ),
+    ):
+        assert TransferPlan.for_residual(ResidualConfig.parse(residual), layout) == expected
+    single = StageLayout(2, 1, (3, 4), (("mamba",),) * 7)
+    blocks = TransferPlan.for_residual(ResidualConfig("block_attnres", block_layers=2), single)
+    assert blocks == TransferPlan.for_sources(single, DepthMap(7, 2, 1))
+    with pytest.raises(ValueError, match="layers of this layout have 1 to 2 sublayers"):
+        TransferPlan.for_residual(ResidualConfig("block_attnres", block_layers=2), HYBRID)
 
 
 def test_a_rank_keeps_what_it_finished_itself_as_well_as_what_it_received() -> None:
@@ -301,62 +290,3 @@ def test_a_rank_keeps_what_it_finished_itself_as_well_as_what_it_received() -> N
     ]
     with pytest.raises(ValueError, match="stage 0 stashes s0 s1, not s2"):
         plan.expected_deposits(0, 2)
-
-
-def test_plans_survive_json_and_edited_json_is_refused() -> None:
-    layout = StageLayout.parse("E|tt|t||tt|L", 2)
-    for plan in (
-        TransferPlan.for_sources(layout, DepthMap(5, 3)),
-        TransferPlan.for_sources(layout, DepthMap(5, 3), "full"),
-        TransferPlan.for_streams(layout, 4),
-    ):
-        assert TransferPlan.from_json(plan.to_json()) == plan
-        fields = json.loads(plan.to_json())
-        assert fields["rows_full"] == plan.rows_full and fields["digest"] == plan.digest()
-        fields["boundaries"][2]["rows"] += 1
-        with pytest.raises(ValueError, match="was edited, or written by another version"):
-            TransferPlan.from_json(json.dumps(fields))
-    for text in ("[]", "{}", '{"layout": 3, "depth": null}', "nothing"):
-        with pytest.raises(ValueError):
-            TransferPlan.from_json(text)
-
-
-def test_equal_plans_have_equal_digests_and_any_difference_changes_them() -> None:
-    def digest(layers: tuple[int, ...], block_sublayers: int, transport: str = "delta") -> str:
-        layout = StageLayout(2, 2, layers)
-        depth = DepthMap(layout.num_layers, block_sublayers)
-        return TransferPlan.for_sources(layout, depth, transport).digest()
-
-    digests = [
-        digest((2, 2, 2, 2), 4),
-        digest((2, 2, 2, 2), 5),
-        digest((2, 3, 1, 2), 4),
-        digest((2, 2, 2, 2), 4, "full"),
-        TransferPlan.for_streams(StageLayout(2, 2, (2, 2, 2, 2)), 4).digest(),
-        TransferPlan.for_streams(StageLayout(2, 2, (2, 2, 2, 2)), 3).digest(),
-        # Same boundaries, other layers behind the last one.
-        digest((2, 2, 2, 3), 4),
-    ]
-    assert len(set(digests)) == len(digests)
-    assert digest((2, 2, 2, 2), 4) == digests[0]
-    assert all(len(text) == 16 and int(text, 16) >= 0 for text in digests)
-
-
-def test_plans_are_frozen_values() -> None:
-    plan = TransferPlan.for_streams(StageLayout.even(4, 2), 2)
-    assert len({plan, TransferPlan.for_streams(StageLayout.even(4, 2), 2)}) == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.transport = "delta"  # type: ignore[misc]
-
-
-def test_plans_that_cannot_be_are_refused_with_every_reason() -> None:
-    with pytest.raises(ValueError, match="2 faults") as caught:
-        TransferPlan.for_sources(StageLayout.even(8, 2), DepthMap(6, 2), "some")
-    assert "transport is 'some'; allowed: full, delta" in str(caught.value)
-    assert "the layout has 8 layers and the depth 6" in str(caught.value)
-    with pytest.raises(ValueError, match="num_streams is 0"):
-        TransferPlan.for_streams(StageLayout.even(8, 2), 0)
-    plan = TransferPlan.for_streams(StageLayout.even(8, 2), 1)
-    for question in (plan.rows_in, plan.rows_out, plan.fetches, plan.boundary_into):
-        with pytest.raises(ValueError, match="stages 0 to 1"):
-            question(2)

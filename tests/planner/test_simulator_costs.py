@@ -10,12 +10,12 @@ import math
 import pytest
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.layout import GPT_LAYER, StageLayout
 from megatron_residuals.planner.simulate.costs import (
     PassCosts,
     Rates,
-    layer_flops,
     logit_flops,
+    sublayer_flops,
 )
 from megatron_residuals.planner.simulate.hardware import GPUS, NETWORKS, Gpu
 from megatron_residuals.planner.simulate.links import FREE, Link, Network
@@ -32,6 +32,10 @@ GPU = Gpu(1e12, 1e11, Link(1e10, 0))
 RATES = Rates(GPU, efficiency=0.5, memory_efficiency=0.5)
 LAYOUT = StageLayout.even(16, 4, 2)
 NETWORK = Network(GPU.inside, Link(2e9, 1e-5))
+
+
+def layer_flops(sizes: ModelSizes) -> int:
+    return sum(sublayer_flops(sizes, kind) for kind in GPT_LAYER)
 
 
 def costs(residual: str, policy: str = "none", layout: StageLayout = LAYOUT) -> PassCosts:

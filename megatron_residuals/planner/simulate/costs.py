@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.layout import ATTENTION, MLP, StageLayout
 from megatron_residuals.planner.simulate.hardware import Gpu
 from megatron_residuals.planner.simulate.traffic import stage_planes
 from megatron_residuals.planner.sizes import ModelSizes
@@ -26,18 +27,29 @@ REPLAYS = {
 }
 
 
-def layer_flops(sizes: ModelSizes) -> int:
-    """FLOPs of one layer's forward on one rank: projections, causal scores, MLP.
+def sublayer_flops(sizes: ModelSizes, kind: str) -> int:
+    """FLOPs of a sublayer's forward on one rank: projections and causal scores, or the MLP.
 
     With experts, ``ffn_hidden_size`` is the width that one token goes through (top-k times that of
     an expert); routing and its messages are not in it.
+
+    Raises:
+        ValueError: no such kind of sublayer is known.
     """
-    tokens, hidden = sizes.region_tokens, sizes.hidden_size
-    keys = sizes.groups * sizes.head_size
-    projections = 2 * hidden * (2 * hidden + 2 * keys)
-    scores = 2 * 2 * sizes.seq_length * hidden // 2
-    mlp = 2 * hidden * sizes.ffn_hidden_size * (3 if sizes.gated else 2)
-    return tokens * (projections + scores + mlp) // sizes.tp
+    known = {ATTENTION: _attention_flops, MLP: _mlp_flops}
+    if kind not in known:
+        raise ValueError(f"a sublayer is {kind!r}; costs are known of {', '.join(known)}.")
+    return sizes.region_tokens * known[kind](sizes) // sizes.tp
+
+
+def _attention_flops(sizes: ModelSizes) -> int:
+    """Of one token on all tensor-parallel ranks; on average it sees half of the sequence."""
+    hidden, keys = sizes.hidden_size, sizes.groups * sizes.head_size
+    return 2 * hidden * (2 * hidden + 2 * keys) + 2 * sizes.seq_length * hidden
+
+
+def _mlp_flops(sizes: ModelSizes) -> int:
+    return 2 * sizes.hidden_size * sizes.ffn_hidden_size * (3 if sizes.gated else 2)
 
 
 def logit_flops(sizes: ModelSizes) -> int:
@@ -92,9 +104,20 @@ class PassCosts:
 
     def forward_flops(self, stage: int) -> int:
         """Of the layers and, on the last stage, of the output layer."""
-        flops = self.layout.layers[stage] * layer_flops(self.sizes)
         is_last = stage == self.layout.num_stages - 1
-        return flops + (logit_flops(self.sizes) if is_last else 0)
+        return self._layer_flops[stage] + (logit_flops(self.sizes) if is_last else 0)
+
+    @cached_property
+    def _layer_flops(self) -> tuple[int, ...]:
+        """Forward of the sublayers of each stage."""
+        layout, of_kind = (
+            self.layout,
+            functools.cache(functools.partial(sublayer_flops, self.sizes)),
+        )
+        return tuple(
+            sum(of_kind(layout.kind(i)) for i in layout.sublayers(g))
+            for g in range(layout.num_stages)
+        )
 
     def _forward(self, stage: int) -> tuple[float, float]:
         planes = stage_planes(self.layout, self.residual, stage).forward
@@ -102,9 +125,8 @@ class PassCosts:
 
     def _backward(self, stage: int) -> float:
         products, traffic = REPLAYS[_kind(self.policy)]
-        layers = self.layout.layers[stage] * layer_flops(self.sizes)
         planes = stage_planes(self.layout, self.residual, stage)
-        flops = 2 * self.forward_flops(stage) + products * layers
+        flops = 2 * self.forward_flops(stage) + products * self._layer_flops[stage]
         return self._products(flops) + self._traffic(planes.backward + traffic * planes.forward)
 
     def _products(self, flops: float) -> float:
