@@ -120,8 +120,10 @@ class ResidualConfig:
             names = ", ".join(["mechanism", *(each.name for each in known)])
             raise ValueError(f"unknown residual option(s) {', '.join(unknown)}; known: {names}")
         own = _own_names(entry)
-        for each in known:
-            faults.extend(_faults_of(each, given.get(each.name, each.default), entry, own))
+        values = {each: given.get(each.name, each.default) for each in known}
+        faults.extend(fault for each in known if (fault := _misread(each, values[each], entry)))
+        ranges = [each.fault(values[each]) for each in known if each.choices is None]
+        faults.extend(fault for fault in ranges if fault)
         kind = NoOptions if entry is None else entry.options
         chosen = kind(**{name: value for name, value in given.items() if name in own})
         object.__setattr__(self, "mechanism", mechanism)
@@ -144,7 +146,9 @@ class ResidualConfig:
             raise AttributeError(f"{self.mechanism!r} has no option {name!r}") from None
 
     def _recompute_faults(self, entry: Mechanism | None) -> list[str]:
-        policy, _, length = str(self.recompute).partition(":")
+        if not isinstance(self.recompute, str):  # said already
+            return []
+        policy, _, length = self.recompute.partition(":")
         known = f"allowed: {', '.join(RECOMPUTE)}, group:r, group:auto"
         if policy not in RECOMPUTE or (length and policy != "group"):
             return [f"recompute is {self.recompute!r}; {known}"]
@@ -266,19 +270,13 @@ def _own_names(entry: Mechanism | None) -> set[str]:
     return set() if entry is None else {each.name for each in options_of(entry.options)}
 
 
-def _faults_of(
-    each: Option, value: object, entry: Mechanism | None, own: set[str]
-) -> Iterator[str]:
-    """What is wrong with the value of one option, whoever reads it."""
+def _misread(each: Option, value: object, entry: Mechanism | None) -> str | None:
+    """What is wrong with a word that is no choice, or with an option that nobody reads."""
     if each.choices is not None and (fault := each.fault(value)):
-        yield fault
-        return
-    common = each in COMMON
-    if entry is not None and not common and each.name not in own:
-        if value != each.default:
-            yield (
-                f"{each.name} is {value!r}, but {entry.name!r} does not read it "
-                f"(only {', '.join(readers_of(each.name))}); leave it out"
-            )
-    if fault := each.fault(value):
-        yield fault
+        return fault
+    if entry is None or each in COMMON or each.name in _own_names(entry) or value == each.default:
+        return None
+    return (
+        f"{each.name} is {value!r}, but {entry.name!r} does not read it "
+        f"(only {', '.join(readers_of(each.name))}); leave it out"
+    )

@@ -95,7 +95,7 @@ def test_the_text_form_reads_back_as_the_same_configuration(config: ResidualConf
         ("residual()", ResidualConfig()),
         ("mhc(streams=2)", ResidualConfig("mhc", streams=2)),
         (
-            "mhc(mhc_convention='dsv4', mhc_eps=1e-08, contraction='sum')",
+            "mhc(contraction='sum', mhc_convention='dsv4', mhc_eps=1e-08)",
             ResidualConfig("mhc", contraction="sum", mhc_eps=1e-8, mhc_convention="dsv4"),
         ),
         ("block_attnres(block_layers=4)", ResidualConfig("block_attnres", block_layers=4)),

@@ -17,7 +17,14 @@ import difflib
 import functools
 import importlib
 
-from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, NoOptions, Place, Setting
+from megatron_residuals.mechanisms.base import (
+    LIBRARIES,
+    Mechanism,
+    NoOptions,
+    Place,
+    Reading,
+    Setting,
+)
 from megatron_residuals.mechanisms.options import Option, option, options_of
 from megatron_residuals.mechanisms.plain import PLAIN
 from megatron_residuals.mechanisms.sources import ATTNRES, BLOCK_ATTNRES
@@ -34,6 +41,7 @@ __all__ = [
     "Option",
     "PLAIN",
     "Place",
+    "Reading",
     "Setting",
     "TABLE",
     "mechanism_named",

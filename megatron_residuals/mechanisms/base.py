@@ -37,6 +37,20 @@ class Place(NamedTuple):
     device: torch.device | None = None
 
 
+class Reading(NamedTuple):
+    """One sublayer of a stage, as the memory planner asks about it.
+
+    Attributes:
+        sublayer: its global index; the number of sublayers for the head.
+        within: the sublayers that run together with it, of a stage or of a checkpoint.
+        depth: of mechanisms with depth sources.
+    """
+
+    sublayer: int
+    within: range
+    depth: DepthMap | None
+
+
 @dataclass(frozen=True)
 class NoOptions:
     """The options of a mechanism that has none."""
@@ -61,8 +75,6 @@ class Mechanism:
         prefix: in front of the names of its metrics.
         is_stock: whether it is the host's own residual connection, whose checkpoints hold nothing
             of it.
-        opens_at_embedding: whether the state begins at the embedding, wherever the first layer is;
-            otherwise in the stage of the first layer, and the embedding travels as one row.
     """
 
     summary: str = ""
@@ -70,7 +82,6 @@ class Mechanism:
     recompute: tuple[str, ...] = ("mix",)
     libraries: tuple[str, ...] = ()
     is_stock: bool = False
-    opens_at_embedding: bool = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -121,6 +132,37 @@ class Mechanism:
     ) -> Sequence[range]:
         """Consecutive sublayers cut into those that begin together (``SublayerResidual.begin``)."""
         return [sublayers]
+
+    # what is kept between forward and backward, besides the state in front of a sublayer and what
+    # the host's norm keeps; numbers are float32 (or wider)
+
+    copies_embedding: bool = False
+    """Whether opening makes a storage of its own."""
+    keeps_output: bool = False
+    """Whether the write keeps the sublayer's output [s, b, h]."""
+
+    def keeps_input(self, config: ResidualConfig, reading: Reading) -> bool:
+        """Whether the sublayer's input is kept where the norm does not keep it."""
+        return False
+
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Numbers per token that a sublayer's read and write keep."""
+        return 0
+
+    def kept_vectors(self, config: ResidualConfig, reading: Reading) -> int:
+        """Vectors [h] that the read keeps."""
+        return 0
+
+    def rebuilt_numbers(self, config: ResidualConfig, hidden_size: int, *, copies: bool) -> int:
+        """Numbers per token of a graph of coefficients that backward builds again.
+
+        ``copies``: whether activations have to be copied to float32.
+        """
+        return 0
+
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Numbers per token that closing keeps beside the state; 0 if it keeps neither."""
+        return 0
 
     # settings
 

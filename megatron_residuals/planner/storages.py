@@ -8,8 +8,8 @@ source that one fetched from the other) counts once in a union:
     payload:g       what stage g received: all rows in one storage
     embedding       the embedding's output; streams: its copies
     after:i         what sublayer i left: the hidden state, the streams or the running sum
-    x:i  norm:i  stats:i  host:i  y:i  coefficients:i  scores:i      of sublayer i
-    directions:i    the queries of the sublayers from i on that read in two phases together
+    x:i  norm:i  stats:i  host:i  y:i      of sublayer i
+    numbers:i  vectors:i                   what the mechanism keeps of it, per token and not
     mask:g          the attention mask as stage g got it
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import DepthMap
-from megatron_residuals.mechanisms.streams import Streams
+from megatron_residuals.mechanisms import Reading
 from megatron_residuals.pipeline.layout import ATTENTION
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.segments import (
@@ -32,7 +32,6 @@ from megatron_residuals.pipeline.segments import (
     stage_group_length,
     stage_segments,
 )
-from megatron_residuals.pipeline.two_phase import reads_in_two_phases
 from megatron_residuals.planner.sizes import ModelSizes, host_bytes
 
 HOST, RESIDUAL, OUTSIDE = "attention_and_mlp", "residual", "outside_layers"
@@ -89,11 +88,11 @@ class StageStorages:
                 # a write's backward precedes the replay, and nothing else wanted the output
                 replays[-1].pop(f"y:{last}", None)
             found += replays
-            if isinstance(self.residual.entry, Streams):
+            if self._rebuilt_bytes:
                 # attention or MLP and what is behind it have gone before the coefficients' turn
                 gone = {f"{name}:{last}" for name in ("y", "host", "norm", "stats", "x")}
                 rest = {name: size for name, size in replays[-1].items() if name not in gone}
-                found.append(rest | {"coefficient graph": self._coefficient_graph_bytes})
+                found.append(rest | {"coefficient graph": self._rebuilt_bytes})
         return tuple(found)
 
     def cached(self, *sources: int) -> Sizes:
@@ -193,13 +192,10 @@ class StageStorages:
         sizes, residual = self.sizes, self.residual
         if self.plan.closes(self.stage):
             end = self.sublayers.stop
-            if self.plan.depth is not None:
+            numbers = residual.entry.head_numbers(residual, self._reading(end))
+            if numbers:
                 yield from self._state(end)
-                yield self._scores(end, 2 * self._depth.num_read(end))
-            elif isinstance(residual.entry, Streams) and residual.resolved_contraction == "learned":
-                yield from self._state(end)
-                weights = residual.streams * sizes.tokens * sizes.wide_bytes
-                yield Storage("contraction weights", weights, RESIDUAL)
+                yield self._numbers("head", numbers)
         if self.stage == self.plan.layout.num_stages - 1:
             yield Storage("hidden", sizes.row_bytes * sizes.norm_keeps_input, OUTSIDE)
             yield Storage("hidden normed", sizes.row_bytes, OUTSIDE)
@@ -211,81 +207,43 @@ class StageStorages:
     def _sublayer(self, i: int, within: range | None = None) -> Iterator[Storage]:
         """What is kept by sublayer i, which runs together with those ``within``: its stage's."""
         sizes, residual = self.sizes, self.residual
-        kind = self.plan.layout.kind(i)
+        kind, reading = self.plan.layout.kind(i), self._reading(i, within)
         if kind == ATTENTION:
             yield self._mask
         yield Storage(f"host:{i}", host_bytes(sizes, kind), HOST)
         if self._policy == "none":
             yield Storage(f"stats:{i}", sizes.norm_bytes, RESIDUAL)
             yield Storage(f"norm:{i}", sizes.row_bytes, RESIDUAL)
-            if residual.mechanism != "residual":
-                kept = sizes.norm_keeps_input or self._merges(i)
+            if not residual.entry.is_stock:
+                kept = sizes.norm_keeps_input or residual.entry.keeps_input(residual, reading)
                 yield Storage(f"x:{i}", sizes.row_bytes * kept, RESIDUAL)
         if self._keeps_state(i):
             yield from self._state(i)
-        if isinstance(residual.entry, Streams):
+        if residual.entry.keeps_output:
             yield Storage(f"y:{i}", sizes.row_bytes, RESIDUAL)
-            yield Storage(f"coefficients:{i}", self._coefficient_bytes, RESIDUAL)
-        elif self.plan.depth is not None:
-            yield from self._read(i, within or self.sublayers)
+        vectors = residual.entry.kept_vectors(residual, reading) * sizes.hidden_size
+        yield Storage(f"vectors:{i}", vectors * sizes.wide_bytes, RESIDUAL)
+        yield self._numbers(f"numbers:{i}", residual.entry.kept_numbers(residual, reading))
 
     def _keeps_state(self, i: int) -> bool:
         if self._policy == "group" and self.group_length is not None:
             return (i - self.sublayers.start) % self.group_length == 0
-        return self.residual.mechanism != "residual" or self.sizes.norm_keeps_input
+        return not self.residual.entry.is_stock or self.sizes.norm_keeps_input
 
-    def _read(self, i: int, within: range) -> Iterator[Storage]:
-        """What the read of sublayer i keeps, and where a part of a block begins its first phase."""
-        depth, numbers = self._depth, 2 * self._depth.num_read(i)
-        if self._in_two_phases(i):
-            numbers = 3 * self._merges(i)
-            if i == within.start or depth.opens_block(i):
-                end = min(within.stop, depth.block_range(depth.source_of(i)).stop)
-                closed = depth.num_sources(i) + depth.opens_block(i)
-                numbers += (end - i + 1) * closed
-                size = (end - i) * self.sizes.hidden_size * self.sizes.wide_bytes
-                yield Storage(f"directions:{i}", size, RESIDUAL)
-        yield self._scores(i, numbers)
+    def _reading(self, i: int, within: range | None = None) -> Reading:
+        return Reading(i, within or self.sublayers, self.plan.depth)
 
-    def _scores(self, i: int, numbers: int) -> Storage:
-        """So many numbers per token, for the read of sublayer i (or the end)."""
-        return Storage(f"scores:{i}", numbers * self.sizes.tokens * self.sizes.wide_bytes, RESIDUAL)
-
-    def _in_two_phases(self, i: int) -> bool:
-        return reads_in_two_phases(self.residual.resolved_two_phase, self._depth, i)
-
-    def _merges(self, i: int) -> bool:
-        """Whether sublayer i merges its share of the finished sources with the running sum."""
-        if self.plan.depth is None:
-            return False
-        return self._in_two_phases(i) and not self._depth.opens_block(i)
+    def _numbers(self, name: str, count: int) -> Storage:
+        """So many numbers per token."""
+        return Storage(name, count * self.sizes.tokens * self.sizes.wide_bytes, RESIDUAL)
 
     @property
-    def _coefficient_bytes(self) -> int:
-        """Gates and mixing matrix. Static HC expands its parameters.
-
-        mHC also the projections that they come from, with the mean square beside them.
-        """
-        n = self.residual.streams
-        numbers = 2 * n + n * n
-        if self.residual.mechanism == "hc":
-            numbers *= self.residual.hc_dynamic
-        else:
-            numbers += numbers + 1
-        return numbers * self.sizes.tokens * self.sizes.wide_bytes
-
-    @property
-    def _coefficient_graph_bytes(self) -> int:
-        """The graph of one sublayer's HC coefficients, which backward builds again.
-
-        It normalises the streams; 16-bit ones are copied in float32 first. mHC has no graph there.
-        """
-        residual, sizes, n = self.residual, self.sizes, self.residual.streams
-        if residual.mechanism != "hc" or not residual.hc_dynamic:
-            return 0
-        copied = n * sizes.hidden_size
-        copies = copied if sizes.element_bytes < sizes.wide_bytes else 0
-        return (copied + copies + n * (n + 4)) * sizes.tokens * sizes.wide_bytes
+    def _rebuilt_bytes(self) -> int:
+        """The graph of one sublayer's coefficients, where backward builds it again."""
+        sizes, residual = self.sizes, self.residual
+        copies = sizes.element_bytes < sizes.wide_bytes
+        numbers = residual.entry.rebuilt_numbers(residual, sizes.hidden_size, copies=copies)
+        return numbers * sizes.tokens * sizes.wide_bytes
 
     @property
     def _mask(self) -> Storage:
@@ -320,7 +278,7 @@ class StageStorages:
     def _before(self, i: int) -> str:
         if i > self.sublayers.start:
             return f"after:{i - 1}"
-        if isinstance(self.residual.entry, Streams) and i == 0:
+        if self.residual.entry.copies_embedding and i == 0:
             return "streams"
         return f"payload:{self.stage}" if self.stage else "embedding"
 
@@ -350,8 +308,8 @@ class StageStorages:
         rows = 1
         if name.startswith("payload:"):
             rows = self.plan.rows_in(int(name.removeprefix("payload:")))
-        elif isinstance(self.residual.entry, Streams) and name != "embedding":
-            rows = self.residual.streams
+        elif name != "embedding":
+            rows = self.residual.rows
         return Storage(name, rows * self.sizes.row_bytes, RESIDUAL)
 
 

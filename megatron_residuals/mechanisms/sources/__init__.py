@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_residuals.depth import DepthMap
-from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, Place, Setting
+from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
@@ -35,7 +35,6 @@ class Sources(Mechanism):
 
     summary = "a function of the outputs of all earlier sublayers"
     recompute = ("mix", "block", "block+layer")
-    opens_at_embedding = True
 
     def depth_map(
         self, config: ResidualConfig, num_layers: int, sublayers_per_layer: int
@@ -122,6 +121,39 @@ class AttnRes(Sources):
         choice, parts = self.two_phase(config), cut_at_blocks(depth, sublayers)
         together = any(reads_in_two_phases(choice, depth, part.start) for part in parts)
         return parts if together else [sublayers]
+
+    def _phases(self, config: ResidualConfig, reading: Reading) -> tuple[DepthMap, bool, bool]:
+        """The depth, whether the sublayer reads in two phases, and whether it opens its block."""
+        depth, i = reading.depth, reading.sublayer
+        assert depth is not None, "the state has depth sources"
+        return depth, reads_in_two_phases(self.two_phase(config), depth, i), depth.opens_block(i)
+
+    def keeps_input(self, config: ResidualConfig, reading: Reading) -> bool:
+        """A merge with the running sum keeps its result."""
+        _, two_phase, opens = self._phases(config, reading)
+        return two_phase and not opens
+
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Two for each source read; in two phases three for a merge, and the logits of phase 1."""
+        depth, two_phase, opens = self._phases(config, reading)
+        if not two_phase:
+            return 2 * depth.num_read(reading.sublayer)
+        closed = depth.num_sources(reading.sublayer) + opens
+        together = self.kept_vectors(config, reading)
+        return 3 * (not opens) + (together + 1) * closed * (together > 0)
+
+    def kept_vectors(self, config: ResidualConfig, reading: Reading) -> int:
+        """Phase 1 keeps the directions of all sublayers that it reads for."""
+        depth, two_phase, opens = self._phases(config, reading)
+        i, within = reading.sublayer, reading.within
+        if not two_phase or not (opens or i == within.start):
+            return 0
+        return min(within.stop, depth.block_range(depth.source_of(i)).stop) - i
+
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Two for each source of the final read."""
+        assert reading.depth is not None, "the state has depth sources"
+        return 2 * reading.depth.num_read(reading.sublayer)
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> DepthAttention:
         """A query over the sources."""

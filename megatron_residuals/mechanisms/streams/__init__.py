@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_residuals.depth import DepthMap
-from megatron_residuals.mechanisms.base import Mechanism, Place, Setting
+from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option
 
 if TYPE_CHECKING:
@@ -153,6 +153,13 @@ class Streams(Mechanism):
             device=place.device,
         )
 
+    copies_embedding = True
+    keeps_output = True
+
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """The weights of a learned contraction."""
+        return config.streams if config.resolved_contraction == "learned" else 0
+
     def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
         """With the contraction that ``auto`` stands for."""
         return {**config.binding_options(), "contraction": config.resolved_contraction}
@@ -176,6 +183,16 @@ class HyperConnections(Streams):
             kernels=config.kernels,
             device=place.device,
         )
+
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Gates and mixing matrix; static ones are expanded parameters."""
+        n = config.streams
+        return config.hc_dynamic * (2 * n + n * n)
+
+    def rebuilt_numbers(self, config: ResidualConfig, hidden_size: int, *, copies: bool) -> int:
+        """The graph of dynamic coefficients, which normalises the streams."""
+        n = config.streams
+        return config.hc_dynamic * (n * hidden_size * (1 + copies) + n * (n + 4))
 
 
 class ManifoldHyperConnections(Streams):
@@ -201,6 +218,11 @@ class ManifoldHyperConnections(Streams):
             kernels=config.kernels,
             device=place.device,
         )
+
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Gates and mixing matrix, the projections they come from, and the mean square."""
+        n: int = config.streams
+        return 2 * (2 * n + n * n) + 1
 
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Liger has four streams and DeepSeek's convention."""
