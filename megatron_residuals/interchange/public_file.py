@@ -14,8 +14,10 @@ from torch import Tensor
 from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.depth import raise_faults
-from megatron_residuals.interchange import deepseek_v4, kimi_k3, tensor_file
-from megatron_residuals.mechanisms.sources import Sources
+from megatron_residuals.interchange import tensor_file
+from megatron_residuals.mechanisms import TABLE
+from megatron_residuals.mechanisms.sources import Sources, kimi_k3
+from megatron_residuals.mechanisms.streams import deepseek_v4
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,
@@ -34,14 +36,11 @@ def layout_for(config: ResidualConfig) -> ModuleType:
     Raises:
         ValueError: it has none.
     """
-    if config.mechanism == "mhc":
-        return deepseek_v4
-    if isinstance(config.entry, Sources):
-        return kimi_k3
-    raise ValueError(
-        f"the mechanism is {config.mechanism!r}; public names exist for mhc ({deepseek_v4.NAME}) "
-        f"and for attnres and block_attnres ({kimi_k3.NAME})"
-    )
+    if (layout := config.entry.public_layout()) is not None:
+        return layout
+    named = [(entry.name, layout.NAME) for entry in TABLE if (layout := entry.public_layout())]
+    known = ", ".join(f"{name} ({layout})" for name, layout in named)
+    raise ValueError(f"the mechanism is {config.mechanism!r}; public names exist for {known}")
 
 
 def config_of(record: Mapping[str, Setting]) -> ResidualConfig:

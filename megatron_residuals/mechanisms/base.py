@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from megatron_residuals.depth import DepthMap
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
     from torch import Tensor
 
@@ -163,6 +165,12 @@ class Mechanism:
     def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
         """Numbers per token that closing keeps beside the state; 0 if it keeps neither."""
         return 0
+
+    # outside a run
+
+    def public_layout(self) -> ModuleType | None:
+        """The module of its names in released models, as ``streams.deepseek_v4``; None for none."""
+        return None
 
     # settings
 

@@ -14,6 +14,8 @@ from megatron_residuals.mechanisms.options import option
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
@@ -168,6 +170,12 @@ class AttnRes(Sources):
             kernels=config.kernels,
             device=place.device,
         )
+
+    def public_layout(self) -> ModuleType:
+        """Kimi-K3's."""
+        from megatron_residuals.mechanisms.sources import kimi_k3
+
+        return kimi_k3
 
     def build_head(self, config: ResidualConfig, place: Place) -> DepthHead:
         """The final read."""

@@ -13,6 +13,8 @@ from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Settin
 from megatron_residuals.mechanisms.options import option
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
@@ -223,6 +225,12 @@ class ManifoldHyperConnections(Streams):
         """Gates and mixing matrix, the projections they come from, and the mean square."""
         n: int = config.streams
         return 2 * (2 * n + n * n) + 1
+
+    def public_layout(self) -> ModuleType:
+        """DeepSeek-V4's."""
+        from megatron_residuals.mechanisms.streams import deepseek_v4
+
+        return deepseek_v4
 
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Liger has four streams and DeepSeek's convention."""
