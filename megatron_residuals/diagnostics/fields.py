@@ -14,12 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mechanisms.streams import Streams
+from megatron_residuals.diagnostics.probes import Probe
 from megatron_residuals.pipeline.plan import TransferPlan
-
-# Tokens whose H_res are taken home whole, for products over all stages: 2 KiB a sublayer at n = 4.
-COMPOSITE_TOKENS = 32
 
 
 class Fields:
@@ -43,38 +39,25 @@ class Fields:
         return torch.zeros(self.size, dtype=torch.float64, device=device)
 
 
-def fields_for(residual: ResidualConfig, plan: TransferPlan) -> Fields:
-    """The fields of a model. L sublayers, P pipeline ranks, n streams, m sources at most.
+def fields_for(plan: TransferPlan, probe: Probe) -> Fields:
+    """The fields of a model: those of every mechanism, and those of its probe.
 
     Sums over tokens have their number of tokens in ``tokens`` and ``gradient_tokens``.
     """
     layout = plan.layout
-    sublayers, readers = 2 * layout.num_layers, 2 * layout.num_layers + 1
-    shapes: dict[str, tuple[int, ...]] = {
-        "tokens": (readers,),
-        "hidden_square": (readers,),
-        "output_square": (sublayers,),
-        "gradient_tokens": (sublayers,),
-        "gradient_square": (sublayers,),
-        "bytes_forward": (len(plan.boundaries),),
-        "bytes_backward": (len(plan.boundaries),),
-        "cache_bytes": (layout.num_ranks,),
-        "kept_bytes": (layout.num_stages,),
-        "parameters_added": (1,),
-    }
-    if isinstance(residual.entry, Streams):
-        n = residual.streams
-        for name in ("gain_forward", "gain_backward", "row_error", "column_error", "diagonal"):
-            shapes[name] = (sublayers,)
-        for name in ("pre_saturated", "post_saturated", "stream_cosine"):
-            shapes[name] = (sublayers,)
-        for name in ("read_weights", "write_weights", "stream_square"):
-            shapes[name] = (sublayers, n)
-        shapes["gates"] = (sublayers, 3)
-        shapes["matrix_tokens"] = (sublayers,)
-        shapes["matrices"] = (sublayers, COMPOSITE_TOKENS, n, n)
-    if plan.depth is not None:
-        shapes["weights"] = (readers, plan.depth.num_read(sublayers))
-        for name in ("entropy", "peak", "query_norm", "key_gain_rms"):
-            shapes[name] = (readers,)
-    return Fields(shapes)
+    sublayers, readers = layout.num_sublayers, layout.num_sublayers + 1
+    return Fields(
+        {
+            "tokens": (readers,),
+            "hidden_square": (readers,),
+            "output_square": (sublayers,),
+            "gradient_tokens": (sublayers,),
+            "gradient_square": (sublayers,),
+            "bytes_forward": (len(plan.boundaries),),
+            "bytes_backward": (len(plan.boundaries),),
+            "cache_bytes": (layout.num_ranks,),
+            "kept_bytes": (layout.num_stages,),
+            "parameters_added": (1,),
+            **probe.shapes(sublayers),
+        }
+    )

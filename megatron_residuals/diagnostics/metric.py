@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a metric is, how the places it has values for are named, and how they are summarised.
 
-Standard library only. Names begin with ``residual/`` (all mechanisms), ``hc/``, ``mhc/`` or
-``attnres/`` (Full and Block AttnRes).
+Standard library only. Names begin with ``residual/`` (all mechanisms) or with the prefix of a
+mechanism: ``hc/``, ``mhc/``, ``attnres/`` (Full and Block AttnRes).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megatron_residuals.config import MECHANISMS, SOURCE_MECHANISMS
-
 Axis: TypeAlias = Literal["sublayer", "reader", "hop", "rank", "stage", "run"]
 """What a metric has one value for: a sublayer (attention and MLP count one each), a reader (the
 sublayers and the head in front of the final norm), a hop between two pipeline stages, a pipeline
 rank, a stage, or the run as a whole."""
 Summary: TypeAlias = Literal["max", "min", "mean", "sum"]
+Per: TypeAlias = Literal["token", "step"]
+"""What a sum is taken over: tokens, to be divided by their number, or nothing but the step."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Metric:
         columns: what a row of a matrix holds, where there is one row for each place on the axis.
         low, high: the healthy range of the summary; None where there is no limit.
         advice: what to do outside the range.
+        per: how the sum of its name becomes its value; None where it is worked out of others.
     """
 
     name: str
@@ -42,13 +43,7 @@ class Metric:
     low: float | None = None
     high: float | None = None
     advice: str = ""
-    mechanisms: tuple[str, ...] = MECHANISMS
-
-    def full_name(self, mechanism: str) -> str:
-        """With the prefix under which a mechanism reports it."""
-        if self.mechanisms == MECHANISMS:
-            return f"residual/{self.name}"
-        return f"{'attnres' if mechanism in SOURCE_MECHANISMS else mechanism}/{self.name}"
+    per: Per | None = None
 
     def is_healthy(self, value: float) -> bool:
         """Whether a summary lies in the healthy range; a NaN does not."""

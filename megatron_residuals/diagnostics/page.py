@@ -16,6 +16,7 @@ from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.heatmap import Axes
 from megatron_residuals.diagnostics.journal import Journal
 from megatron_residuals.diagnostics.metric import Metric, summarise
+from megatron_residuals.mechanisms import mechanism_named
 
 COLUMNS = 3
 PANEL_INCHES = (5.6, 3.7)
@@ -71,9 +72,11 @@ def panels_of(run: Journal, baseline: Journal | None) -> list[Panel]:
     if baseline is not None:
         chosen.append(Panel(lambda axes: panels.draw_loss_gap(axes, run, baseline)))
     chosen += [
-        _depth(run, baseline, "residual/hidden_rms", "RMS of what each sublayer reads (dilution)"),
-        _depth(run, baseline, "residual/output_rms", "RMS of what each sublayer returns"),
-        _depth(
+        depth_panel(
+            run, baseline, "residual/hidden_rms", "RMS of what each sublayer reads (dilution)"
+        ),
+        depth_panel(run, baseline, "residual/output_rms", "RMS of what each sublayer returns"),
+        depth_panel(
             run,
             baseline,
             "residual/gradient_rms",
@@ -81,18 +84,14 @@ def panels_of(run: Journal, baseline: Journal | None) -> list[Panel]:
             logarithmic=True,
         ),
     ]
-    family = run.mechanism
-    if f"{family}/composite_forward" in metrics_of(family):
-        chosen += _of_streams(run, family)
-    if "attnres/weights" in metrics_of(family):
-        chosen += _of_sources(run)
+    chosen += _of_mechanism(run)
     if run.last("residual/bytes_forward"):
         chosen.append(Panel(lambda axes: panels.draw_bytes(axes, run, baseline)))
     chosen.append(Panel(lambda axes: panels.draw_kept(axes, run, baseline)))
     return chosen
 
 
-def _depth(
+def depth_panel(
     run: Journal,
     baseline: Journal | None,
     name: str,
@@ -101,6 +100,7 @@ def _depth(
     logarithmic: bool = False,
     at_least: tuple[float, float] | None = None,
 ) -> Panel:
+    """A metric over depth, at three times."""
     return Panel(
         lambda axes: panels.draw_depth(
             axes, run, baseline, name, title, logarithmic=logarithmic, at_least=at_least
@@ -108,54 +108,28 @@ def _depth(
     )
 
 
-def _of_streams(run: Journal, family: str) -> list[Panel]:
-    around_one = (0.9, 1.1)
-    chosen = [
-        _depth(run, None, f"{family}/composite_{direction}", title, at_least=around_one)
-        for direction, title in (
-            ("forward", "Composite forward gain, input to here"),
-            ("backward", "Composite backward gain, output to here"),
-        )
-    ]
-    chosen += [
-        Panel(lambda axes: panels.draw_composite_over_time(axes, run)),
-        Panel(lambda axes: panels.draw_stream_distance(axes, run)),
-    ]
-    return chosen + [
-        _matrix(run, f"{family}/{name}", title)
-        for name, title in (
-            ("mixing", "How streams are mixed: H_res"),
-            ("read_weights", "Which streams are read"),
-            ("write_weights", "Which streams are written to"),
-            ("stream_rms", "RMS of the streams"),
-        )
-    ]
-
-
-def _matrix(run: Journal, name: str, title: str) -> Panel:
-    return Panel(lambda axes: panels.draw_matrix(axes, run, name, title), rows=2)
-
-
-def _of_sources(run: Journal) -> list[Panel]:
+def _of_mechanism(run: Journal) -> list[Panel]:
+    """What its entry draws, or every metric of its own."""
+    try:
+        entry = mechanism_named(run.mechanism)
+    except ValueError:  # not installed here
+        return []
+    drawn = entry.panels(run)
+    if drawn is not None:
+        return drawn
+    own = {f"{entry.prefix}/{metric.name}": metric for metric in entry.metrics}
     return [
-        _matrix(run, "attnres/weights", "What is read: weights"),
-        Panel(
-            lambda axes: panels.draw_summaries(
-                axes,
-                run,
-                [f"attnres/{name}" for name in ("entropy", "peak", "embedding_mass", "open_mass")],
-                "Depth attention over time",
-            )
-        ),
-        _depth(
-            run,
-            None,
-            "attnres/entropy",
-            "Entropy of the weights (1: all alike)",
-            at_least=(0, 1.05),
-        ),
-        _depth(run, None, "attnres/query_norm", "Norm of the queries"),
+        matrix_panel(run, name, metric.meaning)
+        if metric.columns
+        else depth_panel(run, None, name, metric.meaning)
+        for name, metric in own.items()
+        if run.last(name)
     ]
+
+
+def matrix_panel(run: Journal, name: str, title: str) -> Panel:
+    """A metric with columns: the last heatmap."""
+    return Panel(lambda axes: panels.draw_matrix(axes, run, name, title), rows=2)
 
 
 def draw(run: Journal, baseline: Journal | None, path: Path) -> None:

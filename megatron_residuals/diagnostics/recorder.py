@@ -1,8 +1,8 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that record one training step of a stage, and are taken off behind it.
+"""Records one training step of a stage: its sublayers run in watched steps, its head has a hook.
 
-    stage runs forward      a visit begins: hooks of residual modules look at what passes
+    stage runs forward      a visit begins: what residual modules read and write is looked at
     stage is done           the visit's sums are added to the step's vector; it ends
     backward, replays       no visit, so nothing is looked at twice; gradients pass hooks that were
                             put on tensors wherever autograd recorded (in a replay under a
@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.diagnostics.fields import COMPOSITE_TOKENS, Fields
+from megatron_residuals.diagnostics.fields import Fields
 from megatron_residuals.diagnostics.probes import Probe
 from megatron_residuals.diagnostics.tokens import sample_tokens
+from megatron_residuals.recompute.steps import Step
 
 
 class Reader(NamedTuple):
@@ -36,7 +37,7 @@ class StepSums:
     """The vector of sums of one rank and step.
 
     Attributes:
-        composite: whether this rank's tokens are those whose mixing matrices are taken home whole.
+        composite: whether this rank's tokens are those whose figures are taken home whole.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class StepSums:
     ) -> None:
         self.fields, self.flat, self.composite = fields, fields.zeros(device), composite
 
-    def add(self, name: str, rows: slice, values: Tensor | float) -> None:
-        """Add to some rows of a field."""
+    def add(self, name: str, rows: slice | tuple[slice, ...], values: Tensor | float) -> None:
+        """Add to some rows of a field, or to the front of them."""
         self.fields.view(self.flat, name)[rows].add_(values)
 
 
 class Visit:
-    """One micro-batch in one stage, as seen by the hooks of its residual modules."""
+    """One micro-batch in one stage, as its reads and writes show it."""
 
     def __init__(self, probe: Probe, *, is_first: bool) -> None:
         self.probe, self.is_first = probe, is_first
@@ -80,12 +81,9 @@ class Visit:
         place = rows[next(iter(looked))]
         for name, values in self.probe.sums(looked).items():
             sums.add(name, place, values)
-        if "res" in looked and self.is_first and sums.composite:
-            tokens = looked["res"].shape[1]
-            res = looked["res"][:, :: -(-tokens // COMPOSITE_TOKENS)]
-            matrices = sums.fields.view(sums.flat, "matrices")
-            matrices[place, : res.shape[1]].add_(res)
-            sums.add("matrix_tokens", place, res.shape[1])
+        if self.is_first and sums.composite:
+            for name, values in self.probe.whole(looked).items():
+                sums.add(name, (place, *map(slice, values.shape[1:])), values)
 
 
 class StageRecorder:
@@ -107,6 +105,7 @@ class StageRecorder:
     ) -> None:
         self._probe, self._sublayers, self._head = probe, sublayers, head
         self._on_done = on_done
+        self._places = {id(reader.module): reader.index for reader in sublayers}
         self._handles: list[Any] = []
         self._visit: Visit | None = None
         self._visits = 0
@@ -114,28 +113,18 @@ class StageRecorder:
         self._parameters: dict[int, dict[str, Tensor]] = {}
 
     def arm(self) -> None:
-        """Put the hooks on."""
+        """Begin to watch the head; ``watched`` steps are the runner's."""
         self._visits = 0
         self._gradients.clear()
         self._parameters.clear()
-        for reader in self._sublayers:
-            hook = functools.partial(self._after_read, reader.index)
-            self._handles.append(reader.module.register_forward_hook(hook))
-            # not a submodule and not called as one, so there is no hook: take its place
-            write = functools.partial(self._write, reader.index, reader.module.write)
-            reader.module.write = write
         if self._head is not None:
             self._handles.append(self._head.module.register_forward_hook(self._after_close))
 
     def disarm(self) -> None:
-        """Take the hooks off."""
-        if not self._handles:
-            return
+        """Stop watching the head."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for reader in self._sublayers:
-            del reader.module.write
 
     def begin(self) -> None:
         """A training micro-batch enters the stage."""
@@ -161,14 +150,24 @@ class StageRecorder:
                 for name, values in figures.items():
                     sums.add(name, slice(index, index + 1), values)
 
+    def watched(self, step: Step) -> Step:
+        """A step that runs each sublayer before the eyes of this recorder."""
+
+        def watched_step(residual: Any, state: Any, sublayer: Any) -> Any:
+            index = self._places[id(residual)]
+            return step(cast(Any, _Watched(self, index, residual)), state, sublayer)
+
+        return watched_step
+
     @torch.no_grad()
-    def _after_read(self, index: int, module: nn.Module, inputs: Any, result: Any) -> None:
+    def after_read(
+        self, index: int, module: nn.Module, state: Any, x: Tensor, pending: Any
+    ) -> None:
+        """A sublayer has read."""
         visit = self._visit
-        if visit is None or inputs[0] is None:  # a call that only asks for parameters
-            return
-        x, pending = result
-        visit.row_bytes = x.numel() * x.element_size()
-        self._look(visit, index, module, x, inputs[0], pending)
+        if visit is not None:
+            visit.row_bytes = x.numel() * x.element_size()
+            self._look(visit, index, module, x, state, pending)
 
     @torch.no_grad()
     def _after_close(self, module: nn.Module, inputs: Any, hidden: Tensor) -> None:
@@ -186,18 +185,35 @@ class StageRecorder:
         if visit.is_first:  # here, since wrappers that gather parameters do so for a call
             self._parameters[index] = self._probe.parameters(module)
 
-    def _write(self, index: int, stock: Callable[..., Any], pending: Any, output: Tensor) -> Any:
+    def before_write(self, index: int, output: Tensor) -> None:
+        """A sublayer has returned its output."""
         if self._visit is not None:
             with torch.no_grad():
                 self._visit.keep("output", index, _mean_square(output))
         if torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(functools.partial(self._on_gradient, index))
-        return stock(pending, output)
 
     @torch.no_grad()
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
         squares = _mean_square(gradient)
         self._gradients.setdefault(index, []).append((squares.sum(), len(squares)))
+
+
+class _Watched:
+    """A residual module whose reads and writes a recorder sees."""
+
+    def __init__(self, recorder: StageRecorder, index: int, residual: Any) -> None:
+        self._recorder, self._index, self._residual = recorder, index, residual
+        self.rereader = residual.rereader
+
+    def read(self, state: Any) -> tuple[Tensor, Any]:
+        x, pending = self._residual.read(state)
+        self._recorder.after_read(self._index, self._residual, state, x, pending)
+        return x, pending
+
+    def write(self, pending: Any, output: Tensor) -> Any:
+        self._recorder.before_write(self._index, output)
+        return self._residual.write(pending, output)
 
 
 def _mean_square(x: Tensor) -> Tensor:

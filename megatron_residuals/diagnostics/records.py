@@ -8,24 +8,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from megatron_residuals.config import ResidualConfig
-from megatron_residuals.depth import DepthMap
-from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.diagnostics.catalogue import OF_THE_RUN, metrics_of
 from megatron_residuals.diagnostics.fields import Fields
 from megatron_residuals.diagnostics.metric import place_name, summarise
-from megatron_residuals.diagnostics.statistics import composite_gains
-from megatron_residuals.mechanisms.streams import Streams
-
-# Fields that hold sums of squares or sums over tokens, by what divides them.
-_PER_TOKEN = ("gain_forward", "gain_backward", "row_error", "column_error", "diagonal")
-_PER_TOKEN += ("pre_saturated", "post_saturated", "stream_cosine", "read_weights", "write_weights")
-_PER_TOKEN += ("weights", "entropy", "peak")
-_AS_THEY_ARE = ("bytes_forward", "bytes_backward", "cache_bytes", "kept_bytes", "parameters_added")
-_AS_THEY_ARE += ("query_norm", "key_gain_rms")
-_GATES = {"mhc": ("alpha_pre", "alpha_post", "alpha_res"), "hc": ("scale_alpha", "scale_beta")}
+from megatron_residuals.diagnostics.probes import Probe
 
 
 @dataclass(frozen=True)
@@ -48,18 +36,17 @@ class Record:
 
 
 def series_of(
-    flat: Tensor, fields: Fields, residual: ResidualConfig, depth: DepthMap | None
+    flat: Tensor, fields: Fields, probe: Probe
 ) -> tuple[dict[str, list[float]], dict[str, list[list[float]]]]:
     """Series and matrices of a record, by full name, from the vector summed over all ranks.
 
     Args:
         flat: [fields.size], float64, on the CPU.
-        depth: the depth map of mechanisms with sources.
     """
-    found = {name: values for name, values in _figures(flat, fields, residual, depth)}
+    found = dict(_figures(flat, fields, probe))
     series: dict[str, list[float]] = {}
     matrices: dict[str, list[list[float]]] = {}
-    for name, metric in metrics_of(residual.mechanism).items():
+    for name, metric in metrics_of(probe.config.mechanism).items():
         if metric.name not in found or found[metric.name].numel() == 0:
             continue
         if metric.columns is None:
@@ -69,50 +56,21 @@ def series_of(
     return series, matrices
 
 
-def _figures(
-    flat: Tensor, fields: Fields, residual: ResidualConfig, depth: DepthMap | None
-) -> Iterator[tuple[str, Tensor]]:
-    def view(name: str) -> Tensor:
+def _figures(flat: Tensor, fields: Fields, probe: Probe) -> Iterator[tuple[str, Tensor]]:
+    def total(name: str) -> Tensor:
         return fields.view(flat, name)
 
     def per_token(name: str, tokens: str = "tokens") -> Tensor:
-        values = view(name)
-        count = view(tokens)[: len(values)]
+        values = total(name)
+        count = total(tokens)[: len(values)]
         return values / count.view(-1, *[1] * (values.dim() - 1))
 
     yield "hidden_rms", per_token("hidden_square").sqrt()
     yield "output_rms", per_token("output_square").sqrt()
     yield "gradient_rms", per_token("gradient_square", "gradient_tokens").sqrt()
-    for name in _AS_THEY_ARE:
-        if name in fields.shapes:
-            yield name, view(name)
-    for name in _PER_TOKEN:
-        if name in fields.shapes and name != "weights":
-            yield name, per_token(name)
-    if isinstance(residual.entry, Streams):
-        yield "pre_mean", per_token("read_weights").mean(-1)
-        yield "post_mean", per_token("write_weights").mean(-1)
-        yield "stream_rms", per_token("stream_square").sqrt()
-        if residual.mechanism == "mhc" or residual.hc_dynamic:
-            for column, name in enumerate(_GATES[residual.mechanism]):
-                yield name, view("gates")[:, column]
-        tokens = int(view("matrix_tokens").min().item())
-        matrices = view("matrices")[:, :tokens]
-        yield "mixing", matrices.mean(1).flatten(1)
-        forward, backward = composite_gains(matrices)
-        yield "composite_forward", forward
-        yield "composite_backward", backward
-    if depth is not None:
-        weights = per_token("weights")
-        num_read = [depth.num_read(i) for i in range(len(weights))]
-        yield "embedding_mass", weights[:, 0].clone()
-        yield (
-            "open_mass",
-            torch.stack([row[m - 1] for row, m in zip(weights, num_read, strict=True)]),
-        )
-        for row, m in zip(weights, num_read, strict=True):
-            row[m:] = math.nan
-        yield "weights", weights
+    for metric in OF_THE_RUN:
+        yield metric.name, total(metric.name)
+    yield from probe.figures(total, per_token)
 
 
 def scalars_of(record: Record, mechanism: str) -> dict[str, float]:

@@ -31,7 +31,10 @@ class StageRunner:
     Attributes:
         segments: how they are cut for recomputation.
         group_length: sublayers for which streams are kept once, under the ``group`` policy.
+        watch: what diagnostics make of a step; None where they do not look.
     """
+
+    watch: Callable[[Step], Step] | None = None
 
     def __init__(
         self,
@@ -66,8 +69,12 @@ class StageRunner:
 
     def _step(self) -> Step:
         if self.group_length is not None:
-            return GroupStep(self.group_length, len(self._sublayers))
-        return MixStep() if self._residual.recompute_policy == "mix" else plain_step
+            return self._watched(GroupStep(self.group_length, len(self._sublayers)))
+        is_mix = self._residual.recompute_policy == "mix"
+        return self._watched(MixStep() if is_mix else plain_step)
+
+    def _watched(self, step: Step) -> Step:
+        return step if self.watch is None else self.watch(step)
 
     def _run(
         self, state: ResidualState, sublayers: range, arguments: dict[str, Any], step: Step
@@ -89,7 +96,7 @@ class StageRunner:
 
         def run(state: ResidualState) -> ResidualState:
             if not inner:
-                return self._run(state, sublayers, arguments, plain_step)
+                return self._run(state, sublayers, arguments, self._watched(plain_step))
             for part in inner:
                 state = self._checkpoint(state, part, (), arguments)
             return state

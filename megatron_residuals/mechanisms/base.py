@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.diagnostics.metric import Metric
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
+    from megatron_residuals.diagnostics.journal import Journal
+    from megatron_residuals.diagnostics.page import Panel
+    from megatron_residuals.diagnostics.probes import Probe
     from megatron_residuals.modules import ResidualHead, ResidualState, RowState, SublayerResidual
 
 Setting: TypeAlias = str | int | float | bool
@@ -165,6 +169,19 @@ class Mechanism:
     def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
         """Numbers per token that closing keeps beside the state; 0 if it keeps neither."""
         return 0
+
+    # what is recorded while it trains
+
+    metrics: tuple[Metric, ...] = ()
+    """Its own, beside those that every mechanism has (``diagnostics.catalogue``)."""
+
+    def probe(self, config: ResidualConfig, depth: DepthMap | None) -> Probe | None:
+        """What looks at its reads; None where it has no metrics that a read gives."""
+        return None
+
+    def panels(self, run: Journal) -> list[Panel] | None:
+        """What a report draws of its metrics; None for one panel each."""
+        return None
 
     # outside a run
 

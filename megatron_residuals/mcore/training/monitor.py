@@ -90,12 +90,8 @@ class Monitor:
 
     def __init__(self, route: Route, block: ResidualTransformerBlock) -> None:
         self._route, self._interval = route, route.residual.log_interval
-        self._fields = fields_for(route.residual, route.plan)
-        num_sublayers = 2 * route.plan.layout.num_layers
-        depth = route.plan.depth
-        self._probe = probe_for(
-            route.residual, depth.num_read(num_sublayers) if depth is not None else 0
-        )
+        self._probe = probe_for(route.residual, route.plan.depth)
+        self._fields = fields_for(route.plan, self._probe)
         self._world, self._rank = _world_and_rank()
         pipeline = dist.get_process_group_ranks(block.pg_collection.pp) if self._world > 1 else [0]
         # of the pipelines side by side (data, context, tensor parallel) one speaks for parameters
@@ -117,13 +113,11 @@ class Monitor:
 
     def new_stage_recorder(self, block: ResidualTransformerBlock, on_done: Any) -> StageRecorder:
         """The recorder of a stage, with the global places of its residual modules."""
-        sublayers = []
-        for layer in block.layers:
-            first = 2 * (layer.layer_number - 1)
-            sublayers.append(Reader(first, layer.self_attention_residual))
-            sublayers.append(Reader(first + 1, layer.mlp_residual))
+        modules = [module for layer in block.layers for module in layer.residuals]
+        places = self._route.plan.layout.sublayers(block.stage_io.stage)
+        sublayers = list(map(Reader, places, modules))
         head = block.residual_head
-        last = 2 * self._route.plan.layout.num_layers
+        last = self._route.plan.layout.num_sublayers
         return StageRecorder(
             self._probe, sublayers, Reader(last, head) if head is not None else None, on_done
         )
@@ -169,9 +163,7 @@ class Monitor:
         if self._rank != self._world - 1:
             return None
         flat, losses = self._to_host(sums.flat)
-        series, matrices = series_of(
-            flat, self._fields, self._route.residual, self._route.plan.depth
-        )
+        series, matrices = series_of(flat, self._fields, self._probe)
         numbers = {name: float(value) for name, value in figures.items() if value is not None}
         record = Record(iteration, series, matrices, losses, numbers)
         self._publisher.publish(record)
@@ -234,6 +226,7 @@ class _Stage:
             block.register_forward_pre_hook(self._begin),
             block.register_forward_hook(self._end, always_call=True),
         ]
+        block.runner.watch = self.recorder.watched
         self.recorder.arm()
 
     def disarm(self) -> None:
@@ -241,6 +234,8 @@ class _Stage:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if (block := self._block()) is not None:
+            block.runner.watch = None
         self.recorder.disarm()
 
     def _begin(self, block: ResidualTransformerBlock, inputs: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option
+from megatron_residuals.mechanisms.sources.metrics import SOURCES
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
+    from megatron_residuals.diagnostics.journal import Journal
+    from megatron_residuals.diagnostics.page import Panel
     from megatron_residuals.mechanisms.sources.module import DepthAttention, DepthHead
+    from megatron_residuals.mechanisms.sources.probe import SourceProbe
     from megatron_residuals.modules import SourceState
 
 # Around eight blocks recover most of the gain (Attention Residuals, section 5; Kimi-K3 uses eight).
@@ -95,6 +99,7 @@ class AttnRes(Sources):
     summary = "attention over the outputs of all earlier sublayers"
     options = AttnResOptions
     libraries = LIBRARIES
+    metrics = SOURCES
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -170,6 +175,18 @@ class AttnRes(Sources):
             kernels=config.kernels,
             device=place.device,
         )
+
+    def probe(self, config: ResidualConfig, depth: DepthMap | None) -> SourceProbe:
+        """The weights over sources."""
+        from megatron_residuals.mechanisms.sources.probe import SourceProbe
+
+        return SourceProbe(self, config, depth)
+
+    def panels(self, run: Journal) -> list[Panel]:
+        """The weights, what they come to over time, the queries."""
+        from megatron_residuals.mechanisms.sources.panels import panels
+
+        return panels(run, self.prefix)
 
     def public_layout(self) -> ModuleType:
         """Kimi-K3's."""

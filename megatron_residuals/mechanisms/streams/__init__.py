@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option
+from megatron_residuals.mechanisms.streams.metrics import OF_HC, OF_MHC, STREAMS
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
+    from megatron_residuals.diagnostics.journal import Journal
+    from megatron_residuals.diagnostics.page import Panel
     from megatron_residuals.mechanisms.streams.module import StreamHead, StreamResidual
+    from megatron_residuals.mechanisms.streams.probe import HcProbe, MhcProbe
     from megatron_residuals.modules import StreamState
 
 CONVENTIONS = ("paper", "dsv4")
@@ -158,6 +162,12 @@ class Streams(Mechanism):
     copies_embedding = True
     keeps_output = True
 
+    def panels(self, run: Journal) -> list[Panel]:
+        """Gains over depth, distance of the streams, matrices."""
+        from megatron_residuals.mechanisms.streams.panels import panels
+
+        return panels(run, self.prefix)
+
     def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
         """The weights of a learned contraction."""
         return config.streams if config.resolved_contraction == "learned" else 0
@@ -171,6 +181,13 @@ class HyperConnections(Streams):
     """HC (arXiv 2409.19606)."""
 
     options = HcOptions
+    metrics = (*STREAMS, *OF_HC)
+
+    def probe(self, config: ResidualConfig, depth: DepthMap | None) -> HcProbe:
+        """Its coefficients and streams."""
+        from megatron_residuals.mechanisms.streams.probe import HcProbe
+
+        return HcProbe(self, config, depth)
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
         """Static or dynamic matrices."""
@@ -203,6 +220,13 @@ class ManifoldHyperConnections(Streams):
     summary = "the same, mixing constrained to doubly stochastic matrices"
     options = MhcOptions
     libraries = ("liger",)
+    metrics = (*STREAMS, *OF_MHC)
+
+    def probe(self, config: ResidualConfig, depth: DepthMap | None) -> MhcProbe:
+        """Its coefficients and streams."""
+        from megatron_residuals.mechanisms.streams.probe import MhcProbe
+
+        return MhcProbe(self, config, depth)
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
         """Gates and a Sinkhorn-normalised matrix."""
