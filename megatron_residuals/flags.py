@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -82,13 +83,17 @@ def add_residual_arguments(
 
 def _entry_in(words: Sequence[str]) -> Mechanism | None:
     """The mechanism from outside that a command line names, if it does."""
-    named = [word.partition("=")[2] for word in words if word.startswith(f"{MECHANISM_FLAG}=")]
-    named += [
-        after for word, after in zip(words, words[1:], strict=False) if word == MECHANISM_FLAG
-    ]
-    named += [after for word, after in zip(words, words[1:], strict=False) if word == SPECS]
-    outside = [name for name in named if ":" in name]
+    outside = named_outside(words)
     return mechanism_named(outside[-1]) if outside else None
+
+
+def named_outside(words: Sequence[str]) -> list[str]:
+    """Every ``module:NAME`` that a command line gives as a mechanism, by flag or by spec."""
+    named = [word.partition("=")[2] for word in words if word.startswith(f"{MECHANISM_FLAG}=")]
+    for word, after in itertools.pairwise(words):
+        if word in (MECHANISM_FLAG, SPECS):
+            named.append(after)
+    return [name for name in named if ":" in name]
 
 
 def flag_name(argument: str) -> str:

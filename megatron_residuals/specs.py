@@ -14,7 +14,13 @@ import sys
 from typing import TypeVar
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.flags import SPECS, one_line, refuse_other_models, residual_of
+from megatron_residuals.flags import (
+    SPECS,
+    named_outside,
+    one_line,
+    refuse_other_models,
+    residual_of,
+)
 from megatron_residuals.mcore.arguments import config_from_global_args
 from megatron_residuals.mcore.install import install
 from megatron_residuals.mcore.spec import DeferredSpec, replace_residual
@@ -79,3 +85,6 @@ mhc = _named("mhc")
 attnres = _named("attnres")
 block_attnres = _named("block_attnres")
 from_flags = _named(None)
+
+# a mechanism from outside this package that the command line names: the host looks names up here
+globals().update((name, _named(name)) for name in named_outside(sys.argv))

@@ -34,7 +34,7 @@ def initial_parameters(
         module = build_sublayer_residual(config, depth, hidden_size=hidden_size, sublayer=sublayer)
         for name, parameter in module.named_parameters():
             parameters[sublayer_key(sublayer, name)] = parameter.detach()
-    head = build_head(config, hidden_size=hidden_size)
+    head = build_head(config, depth, hidden_size=hidden_size)
     for name, parameter in head.named_parameters():
         parameters[head_key(name)] = parameter.detach()
     return parameters

@@ -69,6 +69,7 @@ class ResidualTransformerBlock(TransformerBlock):
         if self.stage_io.closes:
             self.residual_head = build_head(
                 submodules.residual,
+                route.plan.depth,
                 hidden_size=self.config.hidden_size,
                 device=parameter_device(self.config),
             )

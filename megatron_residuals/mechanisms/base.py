@@ -166,9 +166,9 @@ class Mechanism:
         """
         return 0
 
-    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
-        """Numbers per token that closing keeps beside the state; 0 if it keeps neither."""
-        return 0
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int | None:
+        """Numbers per token that closing keeps beside the state; None if it keeps neither."""
+        return None
 
     # what is recorded while it trains
 

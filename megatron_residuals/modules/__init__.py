@@ -51,10 +51,15 @@ def build_sublayer_residual(
 
 
 def build_head(
-    config: ResidualConfig, *, hidden_size: int, device: torch.device | None = None
+    config: ResidualConfig,
+    depth: DepthMap | None = None,
+    *,
+    hidden_size: int,
+    device: torch.device | None = None,
 ) -> ResidualHead[Any]:
     """The mechanism's module in front of the final norm."""
-    return config.entry.build_head(config, Place(hidden_size, -1, None, device))
+    sublayer = 0 if depth is None else depth.num_sublayers
+    return config.entry.build_head(config, Place(hidden_size, sublayer, depth, device))
 
 
 def open_state(config: ResidualConfig, embedding: Tensor) -> ResidualState:

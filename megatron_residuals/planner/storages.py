@@ -193,7 +193,7 @@ class StageStorages:
         if self.plan.closes(self.stage):
             end = self.sublayers.stop
             numbers = residual.entry.head_numbers(residual, self._reading(end))
-            if numbers:
+            if numbers is not None:
                 yield from self._state(end)
                 yield self._numbers("head", numbers)
         if self.stage == self.plan.layout.num_stages - 1:

@@ -98,7 +98,7 @@ class TinyModel(nn.Module):
             build_sublayer_residual(config, depth, hidden_size=HIDDEN, sublayer=i)
             for i in range(NUM_SUBLAYERS)
         ).double()
-        self.head = build_head(config, hidden_size=HIDDEN).double()
+        self.head = build_head(config, depth, hidden_size=HIDDEN).double()
         draw = random_tensors(99)
         with torch.no_grad():
             for _, parameter in self.mechanism_parameters():

@@ -54,6 +54,10 @@ class Sources(Mechanism):
 
         return SourceState((), embedding)
 
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int | None:
+        """None beside the sources."""
+        return 0
+
     def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
         """With the block length in sublayers, at most the whole model."""
         record = dict(config.binding_options())

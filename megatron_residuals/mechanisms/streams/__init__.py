@@ -168,9 +168,9 @@ class Streams(Mechanism):
 
         return panels(run, self.prefix)
 
-    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int | None:
         """The weights of a learned contraction."""
-        return config.streams if config.resolved_contraction == "learned" else 0
+        return config.streams if config.resolved_contraction == "learned" else None
 
     def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
         """With the contraction that ``auto`` stands for."""
