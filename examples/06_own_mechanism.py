@@ -7,7 +7,7 @@
     PYTHONPATH=examples torchrun … -m megatron_residuals.run pretrain_gpt.py … \\
         --residual 06_own_mechanism:DENSEFORMER --residual-weight-init 1.0
 
-Everything that the mechanism is stands in this file; docs/own-mechanism.md explains it line by line.
+All that the mechanism is stands in this file; docs/own-mechanism.md explains it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Options:
 
 
 class Weights(nn.Module):
-    """x = sum_j w_j s_j (DenseFormer, arXiv 2402.02622, eq. 2, over outputs of single sublayers)."""
+    """x = sum_j w_j s_j (DenseFormer, arXiv 2402.02622), over outputs of single sublayers."""
 
     weights: nn.Parameter
 

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_residuals._version import __version__
-from megatron_residuals.commands import convert, doctor, memory, plan, report, simulate
+from megatron_residuals.commands import check, convert, doctor, memory, plan, report, simulate
 
 PROGRAM = "megatron-residuals"
-COMMANDS = (plan, memory, simulate, convert, report, doctor)
+COMMANDS = (plan, memory, simulate, convert, report, check, doctor)
 
 EXAMPLES = """\
 examples:
