@@ -44,12 +44,8 @@ FLOORS = {
     "depth": floor(0),
     "files": floor(0),
     "settings": floor(0),
-<<<<<<< HEAD
     "text": floor(0),
-=======
-    "two_phase": floor(0),
     "versions": floor(0),
->>>>>>> c305d91 (Versions: one table for setup.py, the checks of host and doctor, and the documents)
     "pipeline": floor(0),
     "planner": floor(1),
     "functional": floor(1, "torch"),

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.mcore.training.test_warm_start_script import ONE_STAGE
 
 from megatron_residuals import cpu_host
 from megatron_residuals.cpu_host import Report, installation
 from megatron_residuals.testing import cpu_host as first_name
 from megatron_residuals.testing import run_ranks
+from tests.mcore.training.test_warm_start_script import ONE_STAGE
 
 pytestmark = [
     pytest.mark.host,
