@@ -10,6 +10,7 @@ added tensors in a file of their own; the optimizer's state, most of the bytes, 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import pickle
 import shutil
@@ -35,6 +36,8 @@ COMMON_ENTRY = "common_state/shard_0_1"  # where newer hosts keep what COMMON_FI
 RECORD_ENTRY = f"decoder.{RECORD}._extra_state/shard_0_1"
 ADDED = "__residual"
 _COPY_BYTES = 2**24
+# torch 2.6 has no such option: it works alone where there is no process group, as in commands.
+_ALONE = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
 
 
 class TorchDistCheckpoint:
@@ -69,7 +72,7 @@ class TorchDistCheckpoint:
             for key, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and is_model_key(key) and wanted(key)
         }
-        _quiet(load, tensors, storage_reader=FileSystemReader(self.folder), no_dist=True)
+        _quiet(load, tensors, storage_reader=FileSystemReader(self.folder), **_ALONE)
         return tensors
 
     def left_out(self) -> str | None:
@@ -148,7 +151,7 @@ def _add(target: Path, metadata: Metadata, objects: Mapping[str, Any]) -> None:
     """Write objects into a file of their own and enter them into the index."""
     with tempfile.TemporaryDirectory(dir=target) as scratch:
         planner = DefaultSavePlanner(flatten_state_dict=False)  # an object is one entry
-        _quiet(save, dict(objects), checkpoint_id=scratch, planner=planner, no_dist=True)
+        _quiet(save, dict(objects), checkpoint_id=scratch, planner=planner, **_ALONE)
         new = _quiet(FileSystemReader(scratch).read_metadata)
         files = sorted({place.relative_path for place in new.storage_data.values()})
         names = {name: f"{ADDED}_{number}.distcp" for number, name in enumerate(files)}
