@@ -190,22 +190,17 @@ def test_first_and_last_rank_counts_agree_with_the_host(host: SimpleNamespace) -
     for ranks, chunks, middle in itertools.product((2, 3, 4), (1, 2, 3), (1, 2)):
         for first, last in itertools.product((None, 1, 2, 3), repeat=2):
             counts = [first or middle, *[middle] * (ranks - 2), last or middle]
-            layout = StageLayout.uneven(
-                chunks * sum(counts),
-                ranks,
-                chunks,
-                first=first and first * chunks,
-                last=last and last * chunks,
-            )
-            options = {
-                "num_layers_in_first_pipeline_stage": first and first * chunks,
-                "num_layers_in_last_pipeline_stage": last and last * chunks,
-            }
+            ends = {"first": first and first * chunks, "last": last and last * chunks}
+            options = {f"num_layers_in_{end}_pipeline_stage": n for end, n in ends.items()}
             if ranks == 2 and chunks > 1 and first and last:
                 # The host's own offsets divide by its number of middle ranks, 0 here.
+                with pytest.raises(ValueError, match="whose layers the host cannot number"):
+                    StageLayout.uneven(chunks * sum(counts), ranks, chunks, **ends)
+                layout = StageLayout(ranks, chunks, tuple(counts) * chunks)
                 with pytest.raises(ZeroDivisionError):
                     assert_the_host_agrees(host, layout, **options)
                 continue
+            layout = StageLayout.uneven(chunks * sum(counts), ranks, chunks, **ends)
             assert_the_host_agrees(host, layout, **options)
             checked += 1
     assert checked > 200
