@@ -43,6 +43,7 @@ FLOORS = {
     "config": floor(0),
     "depth": floor(0),
     "files": floor(0),
+    "flags": floor(0),
     "settings": floor(0),
     "text": floor(0),
     "versions": floor(0),
