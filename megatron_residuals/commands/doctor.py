@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_residuals._version import __version__
+from megatron_residuals.text import reason
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -107,12 +108,8 @@ def _import(name: str, findings: Findings, advice: str) -> Any:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a half-installed library raises anything
-        findings.problems.append(f"{name} cannot be imported ({_first_line(error)}); {advice}")
+        findings.problems.append(f"{name} cannot be imported ({reason(error)}); {advice}")
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _examine_torch(findings: Findings) -> None:

@@ -29,6 +29,7 @@ from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,
     Setting,
+    as_record,
     compare_settings,
     settings_of,
 )
@@ -151,7 +152,7 @@ def _stored_records(directory: str | Path) -> dict[str, dict[str, Setting]]:
             with Path(directory, place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 (record,) = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
-            records[name] = dict(record)
+            records[name] = as_record(record, directory)
     return records
 
 
