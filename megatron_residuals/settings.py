@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
-from megatron_residuals.config import SOURCE_MECHANISMS, ResidualConfig
+from megatron_residuals.config import MECHANISMS, SOURCE_MECHANISMS, ResidualConfig
 
 Setting: TypeAlias = str | int | float | bool
 
@@ -68,6 +68,26 @@ def settings_of(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
     if depth is not None:
         record[BLOCK_LENGTH] = min(depth.block_sublayers, depth.num_sublayers)
     return record
+
+
+def as_record(found: object, source: object) -> dict[str, Setting]:
+    """A record as it was found in a file, which may hold anything.
+
+    Raises:
+        ValueError: it is no record of a known mechanism; names ``source``.
+    """
+    if not isinstance(found, Mapping) or found.get("mechanism") not in MECHANISMS:
+        raise ValueError(
+            f"{source} has a settings record that names no mechanism; known are "
+            f"{', '.join(MECHANISMS)}"
+        )
+    wrong = [name for name, value in found.items() if not isinstance(value, get_args(Setting))]
+    if wrong:
+        raise ValueError(
+            f"{source} has a settings record whose {wrong[0]!r} is {found[wrong[0]]!r}; settings "
+            "are numbers, words, true or false"
+        )
+    return dict(found)
 
 
 def compare_settings(

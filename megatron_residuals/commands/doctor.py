@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_residuals._version import __version__
+from megatron_residuals.text import reason
 from megatron_residuals.versions import OLDEST, is_too_old, requirement
 
 if TYPE_CHECKING:
@@ -111,12 +112,8 @@ def _import(name: str, findings: Findings, advice: str) -> Any:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a half-installed library raises anything
-        findings.problems.append(f"{name} cannot be imported ({_first_line(error)}); {advice}")
+        findings.problems.append(f"{name} cannot be imported ({reason(error)}); {advice}")
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _examine_versions(findings: Findings) -> None:

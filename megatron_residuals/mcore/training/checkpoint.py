@@ -31,6 +31,7 @@ from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,
     Setting,
+    as_record,
     compare_settings,
     settings_of,
 )
@@ -169,7 +170,7 @@ def _stored_records(directory: str | Path, metadata: Metadata) -> dict[str, dict
                     "earlier iteration (--ckpt-step)"
                 )
             (record,) = torch.load(io.BytesIO(stored), weights_only=True)
-            records[name] = dict(record)
+            records[name] = as_record(record, directory)
     return records
 
 
