@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -21,18 +22,22 @@ def read_version() -> str:
     return match.group(1)
 
 
-INTERCHANGE = ["safetensors>=0.4"]
+versions = runpy.run_path(str(HERE / "megatron_residuals" / "versions.py"))
+requirement, specifier = versions["requirement"], versions["specifier"]
+ON_LINUX = "; platform_system == 'Linux'"
+
+INTERCHANGE = [requirement("safetensors")]
 PARITY = [
-    "fla-core>=0.6; platform_system == 'Linux'",
-    "liger-kernel>=0.8.5; platform_system == 'Linux'",
+    requirement("fla-core") + ON_LINUX,
+    requirement("liger-kernel") + ON_LINUX,
     "transformers>=5.9",
 ]
-WANDB = ["wandb>=0.16"]
-TRITON = ["triton>=3.5; platform_system == 'Linux'"]
+WANDB = [requirement("wandb")]
+TRITON = [requirement("triton") + ON_LINUX]
 # The bare `transformer-engine` has no core and raises on import: only ask for it with [pytorch].
-TRANSFORMER_ENGINE = ["transformer-engine[pytorch]>=2.0"]
+TRANSFORMER_ENGINE = ["transformer-engine[pytorch]" + specifier("transformer-engine")]
 # What megatron.training imports beyond megatron-core's own requirements, and the plots.
-DEMO = [*WANDB, "matplotlib>=3.8", "omegaconf>=2.3", "psutil", "pyyaml", "tensorboard>=2.14"]
+DEMO = [*WANDB, *map(requirement, ("matplotlib", "omegaconf", "tensorboard")), "psutil", "pyyaml"]
 DOCUMENTATION = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 DEVELOPMENT = [
     *DEMO,
@@ -59,8 +64,8 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_residuals", "megatron_residuals.*"]),
-    python_requires=">=3.10",
-    install_requires=["torch>=2.6", "megatron-core>=0.16.1,<0.20"],
+    python_requires=specifier("python"),
+    install_requires=[requirement("torch"), requirement("megatron-core")],
     extras_require={
         "wandb": WANDB,
         "triton": TRITON,

@@ -25,7 +25,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OLD_PYTHON = ROOT / ".venv-py311" / "bin" / "python"
+OLDEST_HOST, OLDEST_PYTHON = "0.16.", ROOT / ".venv-oldest" / "bin" / "python"
+NO_OLD_PYTHON = "no Python 3.10/3.11 found"
+# What meets torch, triton and the optional libraries otherwise than through Megatron-Core.
+OLDEST_TESTS = [
+    "tests/interchange",
+    "tests/diagnostics",
+    "tests/kernels/test_agreement.py",
+    "tests/kernels/triton/test_attnres.py",
+    "tests/kernels/triton/test_boundary.py",
+]
 PYTEST_EXIT_CODES = {
     2: "interrupted",
     3: "internal error",
@@ -99,13 +108,21 @@ def run_host(release: str, args: Sequence[str]) -> Outcome:
     name = f"megatron-core {release}"
     env = environment(MEGATRON_RESIDUALS_EXPECTED_HOST=release)
     python = Path(sys.executable)
-    if release.startswith("0.16."):
-        python = OLD_PYTHON
+    if release.startswith(OLDEST_HOST):
+        python = OLDEST_PYTHON
         if not python.exists():
-            return Outcome(name, "not run", note="no Python 3.10/3.11 found")
+            return Outcome(name, "not run", note=NO_OLD_PYTHON)
     else:
         env["PYTHONPATH"] = str(ROOT / ".venv" / "hosts" / f"mcore-{release}")
     return run_pytest(name, python, ["-m", "host", "tests/mcore", *args], env)
+
+
+def run_oldest(args: Sequence[str]) -> Outcome:
+    """A reduced run with the oldest supported version of everything."""
+    name = "oldest versions"
+    if not OLDEST_PYTHON.exists():
+        return Outcome(name, "not run", note=NO_OLD_PYTHON)
+    return run_pytest(name, OLDEST_PYTHON, [*OLDEST_TESTS, *args], environment())
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:
@@ -131,6 +148,8 @@ def main() -> int:
     env = environment(MEGATRON_RESIDUALS_EXPECTED_HOST=newest)
     outcomes.append(run_pytest(f"megatron-core {newest}", Path(sys.executable), args, env))
     outcomes += [run_host(release, args) for release in options.hosts]
+    if any(release.startswith(OLDEST_HOST) for release in options.hosts):
+        outcomes.append(run_oldest(args))
 
     print_table(outcomes)
     passed = sum(outcome.passed for outcome in outcomes)

@@ -238,6 +238,7 @@ UNEVEN="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers"
 declare -A GIVES_WAY_TO=(
   [--swiglu]="--squared-relu --quick-geglu"
   [--bf16]="--fp16"
+  [--global-batch-size]="--step-batch-size-schedule"
   [--lr-warmup-iters]="--lr-warmup-fraction"
   [--lr-warmup-samples]="--lr-warmup-fraction"
   [--num-virtual-stages-per-pipeline-rank]=$CHUNKS

@@ -9,12 +9,14 @@ A handler imports torch or Megatron itself if it needs them, so that the others 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from megatron_residuals._version import __version__
 from megatron_residuals.commands import check, convert, doctor, memory, plan, report, simulate
+from megatron_residuals.text import reason
 
 PROGRAM = "megatron-residuals"
 COMMANDS = (plan, memory, simulate, convert, report, check, doctor)
@@ -44,7 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; 2 for input that cannot be used."""
+    """Run one subcommand and return its exit status.
+
+    2 is for input that cannot be used and for files that cannot be read or written: a handler lets
+    ValueError and OSError through, and the message is one line that says what is wrong with which.
+    """
     try:
         args = build_parser().parse_args(argv)
     except SystemExit as exit_:  # argparse has printed help or its own error
@@ -57,7 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader (`| head`) has seen enough
-        # Python flushes stdout once more at exit; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()
         return 1
+    except OSError as error:
+        print(f"{PROGRAM}: error: {reason(error)}", file=sys.stderr)
+        if error.filename is None:  # of stdout itself, as on a disk that is full
+            _abandon_stdout()
+        return 2
     return status
+
+
+def _abandon_stdout() -> None:
+    """Python flushes stdout once more at exit; give it somewhere to go."""
+    with contextlib.suppress(OSError):  # a stream without a file behind it needs nothing
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,12 +5,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
-from megatron_residuals.config import ResidualConfig, options_for
+from megatron_residuals.config import MECHANISMS, ResidualConfig, options_for
 from megatron_residuals.mechanisms import Setting, mechanism_named
 from megatron_residuals.mechanisms.sources import BLOCK_LENGTH
 
-__all__ = ["BLOCK_LENGTH", "RECORD", "Setting", "compare_settings", "settings_of"]
+__all__ = [
+    "BLOCK_LENGTH",
+    "RECORD",
+    "Setting",
+    "as_record",
+    "compare_settings",
+    "settings_of",
+]
 
 RECORD = "residual_settings"
 """Name of the module, below the decoder, whose extra state is the record in a checkpoint."""
@@ -26,6 +34,27 @@ def settings_of(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
         "mechanism": config.mechanism,
         **config.entry.record(config, config.depth_map(num_layers)),
     }
+
+
+def as_record(found: object, source: object) -> dict[str, Setting]:
+    """A record as it was found in a file, which may hold anything.
+
+    Raises:
+        ValueError: it is no record of a known mechanism; names ``source``.
+    """
+    name = found.get("mechanism") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or not (name in MECHANISMS or ":" in str(name)):
+        raise ValueError(
+            f"{source} has a settings record that names no mechanism; known are "
+            f"{', '.join(MECHANISMS)}"
+        )
+    wrong = [name for name, value in found.items() if not isinstance(value, get_args(Setting))]
+    if wrong:
+        raise ValueError(
+            f"{source} has a settings record whose {wrong[0]!r} is {found[wrong[0]]!r}; settings "
+            "are numbers, words, true or false"
+        )
+    return dict(found)
 
 
 def compare_settings(

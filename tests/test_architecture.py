@@ -46,6 +46,7 @@ FLOORS = {
     "flags": floor(0),
     "settings": floor(0),
     "text": floor(0),
+    "versions": floor(0),
     "pipeline": floor(0),
     "planner": floor(1),
     "functional": floor(1, "torch"),

@@ -159,10 +159,17 @@ def test_the_last_line_is_the_plain_total_and_a_failure_fails_the_whole(
 
     monkeypatch.setattr(runner, "run_pytest", run_pytest)
     monkeypatch.setattr(runner, "lint", lambda: runner.Outcome("ruff", "ok"))
-    monkeypatch.setattr(runner, "OLD_PYTHON", Path("/nowhere/python"))
+    monkeypatch.setattr(runner, "OLDEST_PYTHON", Path("/nowhere/python"))
     monkeypatch.setattr(sys, "argv", ["run_tests.py", "--hosts", "0.16.1", "0.18.2"])
     assert runner.main() == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == "20 passed, 1 failed, 6 skipped"
-    (old,) = [line for line in printed if line.startswith("megatron-core 0.16.1")]
-    assert "not run" in old and "no Python 3.10/3.11 found" in old
+    for name in ("megatron-core 0.16.1", "oldest versions"):
+        (old,) = [line for line in printed if line.startswith(name)]
+        assert "not run" in old and "no Python 3.10/3.11 found" in old
+
+
+def test_the_reduced_run_with_the_oldest_versions_names_tests_that_exist(
+    runner: ModuleType,
+) -> None:
+    assert runner.OLDEST_TESTS and all((ROOT / path).exists() for path in runner.OLDEST_TESTS)

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import megatron_residuals
+from megatron_residuals import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"megatron_residuals", "patches", "examples", "tests", "launch", "docs"}
@@ -70,17 +71,15 @@ def test_the_wheel_has_the_name_and_the_version_that_the_package_reports(metadat
     assert metadata["Name"] == "megatron-residuals"
     assert metadata["Version"] == megatron_residuals.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(">=3.10")
+    assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(versions.specifier("python"))
 
 
 def test_installing_needs_torch_and_a_supported_megatron_core_and_nothing_else(
     metadata: Message,
 ) -> None:
     needed = {r.name: r.specifier for r in requirements(metadata) if r.marker is None}
-    assert needed == {
-        "torch": SpecifierSet(">=2.6"),
-        "megatron-core": SpecifierSet(">=0.16.1,<0.20"),
-    }
+    names = ("torch", "megatron-core")
+    assert needed == {name: SpecifierSet(versions.specifier(name)) for name in names}
 
 
 def test_the_extras_are_the_documented_ones_and_none_asks_for_apex(metadata: Message) -> None:
@@ -109,14 +108,53 @@ def test_the_wheel_holds_every_module_of_the_package_and_nothing_from_beside_it(
     assert packed == {path.relative_to(ROOT).as_posix() for path in source}
 
 
+def pins_of(name: str) -> dict[str, str]:
+    text = (ROOT / ".ci" / "requirements" / name).read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
+
+
 def test_the_pinned_sets_satisfy_what_the_package_asks_for(metadata: Message) -> None:
-    for pins in ("main.txt", "host-0.16.txt"):
-        text = (ROOT / ".ci" / "requirements" / pins).read_text(encoding="utf-8")
-        pinned = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
+    for pins in ("main.txt", "oldest.txt"):
+        pinned = pins_of(pins)
         assert "apex" not in pinned
         for requirement in requirements(metadata):
             if requirement.marker is None:
                 assert requirement.specifier.contains(pinned[requirement.name]), (pins, requirement)
+
+
+def test_what_is_declared_oldest_is_what_the_tests_run_with() -> None:
+    """torch 2.6 was declared and never tested: with it the Triton kernels could not be imported."""
+    pinned = pins_of("oldest.txt")
+    untested = {"python", "transformer-engine", "fla-core", "liger-kernel"}
+    assert versions.OLDEST.keys() - pinned.keys() == untested
+    for package, oldest in versions.OLDEST.items():
+        if package in pinned:
+            assert not versions.is_too_old(package, pinned[package])
+            assert pinned[package].removesuffix(".0") == oldest, package
+
+
+def test_the_readme_names_the_versions_that_are_declared() -> None:
+    oldest, untested = versions.OLDEST, versions.UNTESTED["megatron-core"]
+    last = f"0.{int(untested.removeprefix('0.')) - 1}.x"
+    readme, index = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/index.md"))
+    for text in (readme, index):
+        assert f"{oldest['megatron-core']} to {last}" in text
+    for words in ("Python", "torch", "triton"):
+        assert f"{words} ≥ {oldest[words.lower()]}" in readme
+
+
+@pytest.mark.parametrize(
+    ("version", "too_old"),
+    [
+        ("2.5.1+cu124", True),
+        ("2.6.0a0+ecf3bae40a.nv25.01", False),  # a container's
+        ("2.6", False),
+        ("2.14.1+cpu", False),
+        ("1.13.1", True),
+    ],
+)
+def test_versions_are_compared_by_their_release(version: str, too_old: bool) -> None:
+    assert versions.is_too_old("torch", version) is too_old
 
 
 def test_the_top_level_holds_what_was_asked_for_and_only_ignored_files_beside_it() -> None:

@@ -86,6 +86,16 @@ def add_size_options(group: argparse._ArgumentGroup) -> None:
     add("--dtype", choices=ELEMENT_BYTES, default="bf16", help="of activations (default: bf16)")
 
 
+def whole_rows_note(tp: int, sequence_parallel: bool) -> list[str]:
+    """A line for the output where tensor-parallel ranks do not share the residual path's rows."""
+    if tp < 2 or sequence_parallel:
+        return []
+    return [
+        f"note: without --sequence-parallel each of the {tp} tensor-parallel ranks computes, keeps "
+        f"and sends whole rows of the residual path, {tp} times as much as with it."
+    ]
+
+
 def add_model_options(group: argparse._ArgumentGroup) -> None:
     """Sizes of attention and MLP; `model_sizes` reads them and those of `add_size_options`."""
     add = group.add_argument

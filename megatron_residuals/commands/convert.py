@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_residuals.commands.arguments import Subparsers
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.files import refuse_existing
 from megatron_residuals.flags import (
     CONVERT_BLOCK_LENGTH,
     MECHANISM_FLAG,
@@ -22,6 +24,7 @@ from megatron_residuals.flags import (
     config_from_args,
 )
 from megatron_residuals.settings import compare_settings, settings_of
+from megatron_residuals.text import first_few, raise_faults, table
 
 if TYPE_CHECKING:
     from megatron_residuals.interchange import ModelShape
@@ -42,8 +45,8 @@ DESCRIPTION = """\
 Add the parameters of a residual to the checkpoint of a plain model, so that it computes what the
 plain model computes (up to the eps of the norms); or write and read them under public names.
 INPUT and OUTPUT are a Megatron checkpoint folder (of all iterations or of one; torch_dist, or torch
-of one rank), a .pt or a .safetensors file. INPUT stays as it is, and OUTPUT must not exist. Files
-are unpickled: convert only checkpoints that you trust."""
+of one rank), a .pt or a .safetensors file. INPUT stays as it is, and OUTPUT must not exist. Of
+pickled files only plain data and Megatron's own classes are read, unless you say --trust-input."""
 
 
 def register(commands: Subparsers) -> None:
@@ -80,6 +83,12 @@ def register(commands: Subparsers) -> None:
         action="store_true",
         help="with --import-from: take mHC parameters over into the other convention",
     )
+    add(
+        "--trust-input",
+        action="store_true",
+        help="read INPUT even if it asks for more than plain data and Megatron's own classes; that "
+        "can run any code, so only for files whose origin you trust",
+    )
     add_residual_arguments(parser)
     parser.set_defaults(handler=run_convert)
 
@@ -89,7 +98,7 @@ def run_convert(args: argparse.Namespace) -> int:
     try:
         with _host_is_quiet():
             lines = list(_convert(args))
-    except (ImportError, RuntimeError) as error:
+    except RuntimeError as error:  # a library that is not installed, or a failure of torch's
         raise ValueError(str(error)) from error
     print("\n".join(lines))
     return 0
@@ -105,18 +114,30 @@ def _host_is_quiet() -> Iterator[None]:
 
 def _convert(args: argparse.Namespace) -> Iterator[str]:
     from megatron_residuals.interchange import ModelShape, open_checkpoint
-    from megatron_residuals.interchange.stored import refuse_existing
+    from megatron_residuals.interchange.pickles import Trust
 
     if not args.dry_run:
         refuse_existing(args.output)
-    source = open_checkpoint(args.input)
+    source = open_checkpoint(args.input, Trust(args.trust_input, _host_classes))
+    source.refuse_inside(args.output)
     shapes = source.checkpoint.shapes
-    shape = ModelShape.of(shapes, num_layers=args.num_layers, hidden_size=args.hidden_size)
+    shape = ModelShape.of(
+        shapes, num_layers=args.num_layers, hidden_size=args.hidden_size, source=args.input
+    )
     yield (
         f"input     {source.path / source.inside}: {source.checkpoint.kind}, "
         f"{shape.num_layers} layers, hidden size {shape.hidden_size}, {len(shapes)} tensors"
     )
     yield from (_export if args.export else _extend)(args, source, shape)
+
+
+def _host_classes() -> Sequence[type]:
+    """What Megatron itself lets checkpoints ask for, where it is installed."""
+    try:
+        from megatron.core.safe_globals import SAFE_GLOBALS
+    except Exception:  # a half-installed host raises anything
+        return ()
+    return tuple(SAFE_GLOBALS)
 
 
 def _extend(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iterator[str]:
@@ -127,6 +148,8 @@ def _extend(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iter
         read_residual,
         shaped_for,
     )
+    from megatron_residuals.interchange.public_file import taken_from_flags
+    from megatron_residuals.interchange.stored import not_finite
 
     config = _asked_for(args)
     present = [key for key in source.checkpoint.shapes if is_residual_key(key)]
@@ -151,7 +174,13 @@ def _extend(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iter
     if other:
         raise ValueError(f"{args.input} has parameters of another residual, {other[0]} among them")
     yield f"residual  {config}"
+    if args.import_from is not None:
+        unsaid = taken_from_flags(args.import_from, config, shape.num_layers)
+        if unsaid:
+            yield f"note      {args.import_from} does not say {', '.join(unsaid)}: as your flags"
     yield from _table(added, source)
+    kept = ((key, piece) for key, piece in source.checkpoint.pieces() if key not in added)
+    yield from _warnings(not_finite(itertools.chain(added.items(), kept)))
     if not args.dry_run:
         record = settings_of(config, shape.num_layers)
         source.write_with(args.output, added, record, _run_arguments(args))
@@ -165,22 +194,34 @@ def _extend(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iter
 
 def _export(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iterator[str]:
     """The residual's parameters under public names."""
-    from megatron_residuals.interchange import by_layer, is_residual_key, write_residual
+    from megatron_residuals.interchange import (
+        by_layer,
+        initial_parameters,
+        is_residual_key,
+        shaped_for,
+        write_residual,
+    )
+    from megatron_residuals.interchange.names import shape_faults
     from megatron_residuals.interchange.public_file import export_residual
+    from megatron_residuals.interchange.stored import not_finite
     from megatron_residuals.interchange.tensor_file import SUFFIX
 
     if args.output.suffix != SUFFIX:
         raise ValueError(f"{args.output}: --export writes a file that ends in {SUFFIX}")
-    stored = source.checkpoint.read(is_residual_key)
-    if not stored:
+    present = {k: s for k, s in source.checkpoint.shapes.items() if is_residual_key(k)}
+    if not present:
         raise ValueError(f"{args.input} has no parameters of a residual to export")
     config = _config_of(args, source, shape)
-    parameters = by_layer(stored, shape)
+    initial = initial_parameters(config, shape.num_layers, shape.hidden_size)
+    wanted = {key: tensor.shape for key, tensor in shaped_for(initial, shape).items()}
+    raise_faults(str(args.input), shape_faults(present, wanted))
+    parameters = by_layer(source.checkpoint.read(is_residual_key), shape)
     tensors, layout = export_residual(parameters, config, shape.num_layers)
     if not args.dry_run:
         write_residual(args.output, parameters, config, shape.num_layers)
     yield f"residual  {config}"
     yield f"layout    {layout}, {len(tensors)} tensors"
+    yield from _warnings(not_finite(parameters.items()))
     yield _written(args)
 
 
@@ -207,7 +248,14 @@ def _config_of(args: argparse.Namespace, source: Stored, shape: ModelShape) -> R
         faults = compare_settings(record, settings_of(_asked_for(args), shape.num_layers))
         if faults:
             raise ValueError(f"{args.input} is of another residual: {'; '.join(faults)}")
-    return config_of(record)
+    try:
+        config = config_of(record)
+    except ValueError as error:
+        raise ValueError(f"{args.input}: {error}") from None
+    # a record may lack settings, whose defaults need not be what it was trained with
+    faults = compare_settings(record, settings_of(config, shape.num_layers))
+    raise_faults(f"{args.input}: its settings record", faults)
+    return config
 
 
 def _run_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -221,19 +269,27 @@ def _run_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _table(added: Mapping[str, Any], source: Stored) -> Iterator[str]:
-    rows = [("added", "shape", "dtype", "values")]
+    records = []
     for key, tensor in added.items():
         low, high = tensor.min().item(), tensor.max().item()
-        values = f"{low:g}" if low == high else f"{low:g} … {high:g}"
-        rows.append((key, str(list(tensor.shape)), str(tensor.dtype).split(".")[-1], values))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        yield "  ".join([*cells, row[3]])
+        records.append(
+            {
+                "added": key,
+                "shape": str(list(tensor.shape)),
+                "dtype": str(tensor.dtype).split(".")[-1],
+                "values": f"{low:g}" if low == high else f"{low:g} … {high:g}",
+            }
+        )
+    yield from table(records, left=records[0])
     total = sum(tensor.numel() for tensor in added.values())
     shapes = source.checkpoint.shapes
     there = sum(math.prod(shape) for key, shape in shapes.items() if key not in added)
-    yield f"total     {total:,} parameters in {len(added)} tensors, {total / there:+.2%}"
+    share = f", {total / there:+.2%}" if there else ""
+    yield f"total     {total:,} parameters in {len(added)} tensors{share}"
+
+
+def _warnings(names: list[str]) -> Iterator[str]:
+    yield from (f"warning   NaN or infinite values: {name}" for name in first_few(names))
 
 
 def _written(args: argparse.Namespace) -> str:

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_residuals._version import __version__
+from megatron_residuals.text import reason
+from megatron_residuals.versions import OLDEST, is_too_old, requirement
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "wandb")
-OLDEST_TORCH = (2, 6)
-INSTALL_HOST = "install a supported release: pip install 'megatron-core>=0.16.1,<0.20'"
+INSTALL_HOST = f"install a supported release: pip install '{requirement('megatron-core')}'"
+INSTALL_TORCH = f"install it: pip install '{requirement('torch')}'"
 COMPLETE_HOST = "see that what megatron-core needs is installed, in matching versions: pip check"
 # Parts of names of host options that are residual connections of the host's own.
 NATIVE_RESIDUALS = ("mhc", "hyper_connection", "attention_residual", "attn_res", "wide_residual")
@@ -75,13 +76,17 @@ def examine() -> Findings:
     """Look at everything; what cannot be looked at becomes a problem, not an exception."""
     findings = Findings()
     findings.versions = {"python": platform.python_version(), "megatron-residuals": __version__}
-    for package in PACKAGES:
-        findings.versions[package] = installed_version(package)
-    if _import("torch", findings, "install it: pip install 'torch>=2.6'") is None:
+    for package in OLDEST:
+        findings.versions.setdefault(package, installed_version(package))
+    torch = _import("torch", findings, INSTALL_TORCH)
+    if torch is not None:
+        findings.versions["torch"] = torch.__version__
+    _examine_versions(findings)
+    if torch is None:
         if importlib.util.find_spec("megatron") is None:
             findings.problems.append(f"megatron.core is not there; {INSTALL_HOST}")
         return findings
-    _examine_torch(findings)
+    _examine_gpus(findings)
     if findings.versions["transformer-engine"] is not None:
         advice = "install it whole, pip install 'transformer-engine[pytorch]', or uninstall it"
         _import("transformer_engine.pytorch", findings, advice)
@@ -107,23 +112,27 @@ def _import(name: str, findings: Findings, advice: str) -> Any:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a half-installed library raises anything
-        findings.problems.append(f"{name} cannot be imported ({_first_line(error)}); {advice}")
+        findings.problems.append(f"{name} cannot be imported ({reason(error)}); {advice}")
         return None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _examine_versions(findings: Findings) -> None:
+    """What is older than the oldest that is tested: torch stops a run, optional libraries do not.
+
+    pip does not install this package into an older Python; the host's window is looked at below.
+    """
+    for package in [name for name in OLDEST if name not in ("python", "megatron-core")]:
+        version = findings.versions[package]
+        if version is not None and is_too_old(package, version):
+            found = findings.problems if package == "torch" else findings.notes
+            found.append(
+                f"{package} {version} is too old; update it: pip install '{requirement(package)}'"
+            )
 
 
-def _examine_torch(findings: Findings) -> None:
+def _examine_gpus(findings: Findings) -> None:
     import torch
 
-    findings.versions["torch"] = torch.__version__
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if release < OLDEST_TORCH:
-        findings.problems.append(
-            f"torch {torch.__version__} is too old; update it: pip install 'torch>=2.6'"
-        )
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         findings.gpus = [torch.cuda.get_device_name(index) for index in range(count)]

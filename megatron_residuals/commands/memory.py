@@ -21,6 +21,7 @@ from megatron_residuals.commands.arguments import (
     add_step_options,
     model_sizes,
     stage_layout,
+    whole_rows_note,
 )
 from megatron_residuals.config import MECHANISMS, TRANSPORTS, ResidualConfig
 from megatron_residuals.depth import raise_faults
@@ -189,6 +190,7 @@ def describe(
     ]
     if plan.sizes.host_layer_bytes is None:
         lines.append(LOCAL_LAYERS)
+    lines += whole_rows_note(plan.sizes.tp, plan.sizes.sequence_parallel)
     if layout.num_ranks > 1:
         lines += ["", "peak by rank:", *_table([_peaks(each) for each in predictions])]
     if measured:

@@ -13,6 +13,7 @@ from megatron_residuals.commands.arguments import (
     add_layout_options,
     add_size_options,
     stage_layout,
+    whole_rows_note,
 )
 from megatron_residuals.config import TRANSPORTS
 from megatron_residuals.depth import DepthMap, count_faults, raise_faults
@@ -101,7 +102,7 @@ def run_plan(args: argparse.Namespace) -> int:
     plan = _transfer_plan(args)
     size = row_bytes(args)
     if not args.json:
-        print(plan.grid(size))
+        print("\n".join([plan.grid(size), *whole_rows_note(args.tp, args.sequence_parallel)]))
         return 0
     fields = plan.to_dict()
     if size is not None:

@@ -18,6 +18,7 @@ from megatron_residuals.commands.arguments import (
     add_step_options,
     model_sizes,
     stage_layout,
+    whole_rows_note,
 )
 from megatron_residuals.pipeline.grid import format_bytes
 from megatron_residuals.planner.simulate.costs import Rates
@@ -224,6 +225,7 @@ def describe(results: list[Result], args: argparse.Namespace, budget: int | None
         *_table([_record(result, first, budget) for result in results]),
         "",
         ASSUMPTIONS,
+        *whole_rows_note(args.tp, args.sequence_parallel),
         "",
         "compute by rank, ms:",
         *_table([_ranks(each, [f"{s * MS:.1f}" for s in each.busy_s]) for each in results]),

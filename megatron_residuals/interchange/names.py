@@ -11,11 +11,13 @@ Depends on the standard library only.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_residuals.depth import raise_faults
+from megatron_residuals.text import count_faults, first_few, raise_faults
 
 PARTS = ("self_attention_residual", "mlp_residual")  # of one layer, in order
 HEAD = "residual_head"
@@ -23,7 +25,7 @@ DECODER = "decoder."
 # Of several optimizers, as mixture-of-experts models have them, the host numbers the keys.
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _RESIDUAL = re.compile(rf"(?:^|\.)(?:{'|'.join((*PARTS, HEAD))})\.")
-_LAYER = re.compile(r"^(?P<prefix>.*?)decoder\.layers\.(?:(?P<layer>\d+)\.)?")
+_LAYER = re.compile(r"^(?P<prefix>.*?)decoder\.layers\.(?:(?P<layer>[0-9]{1,18})\.)?")
 _HIDDEN = ("decoder.final_layernorm.weight", "embedding.word_embeddings.weight")
 
 
@@ -71,8 +73,12 @@ class ModelShape:
         *,
         num_layers: int | None = None,
         hidden_size: int | None = None,
+        source: object = "model",
     ) -> ModelShape:
         """Infer the shape from ``{key: shape}``; a size that is given overrules the inferred one.
+
+        Args:
+            source: what the keys are of, for errors.
 
         Raises:
             ValueError: no decoder layers, layers with gaps or of two kinds, or no hidden size.
@@ -84,10 +90,11 @@ class ModelShape:
         ]
         if not found:
             raise ValueError(
-                "no key of the form decoder.layers.…; this is not the checkpoint of a "
+                f"{source}: no key of the form decoder.layers.…; this is not the checkpoint of a "
                 "Megatron-Core GPT model"
             )
-        faults = []
+        given = {"--num-layers": num_layers, "--hidden-size": hidden_size}
+        faults = count_faults(1, **{k: size for k, size in given.items() if size is not None})
         prefixes = sorted({match["prefix"] for match, _ in found})
         if len(prefixes) > 1:
             faults.append(f"decoders under several prefixes, {prefixes}; give one model.")
@@ -99,18 +106,24 @@ class ModelShape:
         if hidden is None:
             keys = " and ".join(_HIDDEN)
             faults.append(f"no hidden size, for lack of {keys}; give --hidden-size.")
-        raise_faults("model", faults)
+        raise_faults(str(source), faults)
         return cls(layers, hidden or 0, kinds.pop(), prefixes[0])
 
 
 def _num_layers(found: Sequence[tuple[re.Match[str], Sequence[int]]], faults: list[str]) -> int:
     numbers = {int(match["layer"]) for match, _ in found if match["layer"] is not None}
     if numbers:
-        missing = sorted(set(range(max(numbers) + 1)) - numbers)
+        # a key may name any layer: nothing as long as the largest number is made
+        missing = max(numbers) + 1 - len(numbers)
         if missing:
-            faults.append(f"layers {missing} have no keys; this is one pipeline stage of several.")
-        return max(numbers) + 1
-    lengths = {shape[0] for _, shape in found if len(shape) > 0}
+            gaps = (layer for layer in itertools.count() if layer not in numbers)
+            first = ", ".join(map(str, itertools.islice(gaps, min(missing, 8))))
+            more = f" and {missing - 8:,} more" if missing > 8 else ""
+            faults.append(
+                f"layers [{first}]{more} have no keys; this is one pipeline stage of several."
+            )
+        return len(numbers)
+    lengths = {shape[0] for _, shape in found if math.prod(shape) > 0 and len(shape) > 0}
     if len(lengths) != 1:
         faults.append(f"stacked keys of {sorted(lengths)} layers; give --num-layers.")
         return 0
@@ -118,12 +131,27 @@ def _num_layers(found: Sequence[tuple[re.Match[str], Sequence[int]]], faults: li
 
 
 def _hidden_size(shapes: Mapping[str, Sequence[int]], prefix: str) -> int | None:
-    return next((shapes[prefix + key][-1] for key in _HIDDEN if prefix + key in shapes), None)
+    known = (shapes[prefix + key] for key in _HIDDEN if prefix + key in shapes)
+    return next((shape[-1] for shape in known if math.prod(shape) > 0 and len(shape) > 0), None)
 
 
 def missing_keys(wanted: Iterable[str], present: Iterable[str]) -> list[str]:
     """Keys that are wanted and not present, in order; of many, the first eight and a count."""
     there = set(present)
-    missing = [key for key in wanted if key not in there]
-    more = len(missing) - 8
-    return missing if more <= 0 else [*missing[:8], f"and {more} more"]
+    return first_few([key for key in wanted if key not in there])
+
+
+def shape_faults(
+    found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """A line for every parameter that is missing, too many, or of another shape; at most eight."""
+    faults = [f"{name} is missing." for name in wanted if name not in found]
+    faults += [
+        f"{name} is not of this model (more layers?)." for name in found if name not in wanted
+    ]
+    faults += [
+        f"{name} has shape {list(found[name])}; this model's is {list(shape)}."
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    return first_few(faults)

@@ -13,21 +13,26 @@ from torch import Tensor
 
 from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.depth import raise_faults
+from megatron_residuals.files import json_object, read_text, written_beside
 from megatron_residuals.interchange import tensor_file
-from megatron_residuals.mechanisms import TABLE
-from megatron_residuals.mechanisms.sources import Sources, kimi_k3
-from megatron_residuals.mechanisms.streams import deepseek_v4
+from megatron_residuals.mechanisms import TABLE, mechanism_named
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,
     Setting,
+    as_record,
     compare_settings,
     settings_of,
 )
+from megatron_residuals.text import raise_faults
 
-LAYOUT = "layout"
-_LAYOUTS = (deepseek_v4, kimi_k3)
+LAYOUT, MODEL_TYPE = "layout", "model_type"
+
+
+def layouts() -> list[ModuleType]:
+    """The public layouts of the built-in mechanisms."""
+    found = (entry.public_layout() for entry in TABLE)
+    return list(dict.fromkeys(layout for layout in found if layout is not None))
 
 
 def layout_for(config: ResidualConfig) -> ModuleType:
@@ -44,11 +49,13 @@ def layout_for(config: ResidualConfig) -> ModuleType:
 
 
 def config_of(record: Mapping[str, Setting]) -> ResidualConfig:
-    """The configuration that a settings record is of; what the record leaves free is default."""
-    options = dict(record)
-    if record["mechanism"] == "attnres":  # its record says the length that it always has
-        options.pop(BLOCK_LENGTH, None)
-    return ResidualConfig.from_mapping(options)
+    """The configuration that a settings record is of; what the record leaves free is default.
+
+    Raises:
+        ValueError: the record has settings that are unknown or out of range.
+    """
+    entry = mechanism_named(str(record["mechanism"]))
+    return ResidualConfig.from_mapping({"mechanism": entry.name, **entry.options_in(record)})
 
 
 def export_residual(
@@ -72,7 +79,8 @@ def write_residual(
     public models' own configurations use.
 
     Raises:
-        ValueError: the mechanism, or one of its settings, has no form in the public layout.
+        ValueError: the mechanism, or one of its settings, has no form in the public layout; the
+            file exists or cannot be written.
         RuntimeError: safetensors is not installed.
     """
     tensors, layout = export_residual(parameters, config, num_layers)
@@ -80,23 +88,11 @@ def write_residual(
         "producer": f"megatron_residuals {__version__}",
         LAYOUT: layout,
         RECORD: json.dumps(settings_of(config, num_layers)),
-        "config": json.dumps(_public_config(config, num_layers)),
+        "config": json.dumps(layout_for(config).public_config(config, num_layers)),
     }
-    tensor_file.write_tensors(path, tensors, metadata)
-
-
-def _public_config(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
-    if isinstance(config.entry, Sources):
-        return {
-            "attn_res_block_size": kimi_k3.block_layers(config, num_layers),
-            "rms_norm_eps": config.attnres_eps,
-        }
-    return {
-        "hc_mult": config.streams,
-        "hc_sinkhorn_iters": config.mhc_sinkhorn_iterations,
-        "hc_eps": config.resolved_mhc_eps,
-        "rms_norm_eps": config.resolved_mhc_eps,
-    }
+    tensor_file.require()
+    with written_beside(path) as beside:
+        tensor_file.write_tensors(beside, tensors, metadata)
 
 
 def read_residual(
@@ -111,8 +107,8 @@ def read_residual(
     """Parameters of a model from a file, or a folder of files, under public names.
 
     Settings are read from the header of our own files, otherwise from a ``config.json`` beside
-    released ones. What neither says is taken to be as in ``config``, except for the convention of
-    a file with DeepSeek-V4's names, which is ``dsv4``.
+    released ones. What neither says is taken to be as in ``config`` (see ``taken_from_flags``),
+    except for the convention of a file with DeepSeek-V4's names, which is ``dsv4``.
 
     Args:
         convert_convention: take mHC parameters over into the other convention. They are the same
@@ -127,11 +123,12 @@ def read_residual(
     layout = layout_for(config)
     names = list(tensor_file.read_shapes(path))
     if not any(map(layout.matches, names)):
-        others = [other.NAME for other in _LAYOUTS if any(map(other.matches, names))]
+        others = [other.NAME for other in layouts() if any(map(other.matches, names))]
         held = f"its names are {others[0]}'s" if others else "it has neither's"
         raise ValueError(f"{path} holds no {layout.NAME} parameters of a residual; {held}")
     given = settings_of(config, num_layers)
-    saved = {**given, **_record(path, layout.NAME)}
+    said = _said(path, layout, num_layers)
+    saved = {**given, **{name: value for name, value in said.items() if name != MODEL_TYPE}}
     if convert_convention and "mhc_convention" in saved:
         saved["mhc_convention"] = given["mhc_convention"]
     if "contraction" in saved:  # the head in the file is judged when it is imported
@@ -139,30 +136,89 @@ def read_residual(
     faults = compare_settings(saved, given, convert_block_length=convert_block_length)
     raise_faults(str(path), [f"{fault}." for fault in faults])
     tensors = tensor_file.read_tensors(path, layout.matches)
-    parameters: dict[str, Tensor] = layout.import_parameters(
-        tensors, config, num_layers, hidden_size
-    )
+    try:
+        parameters: dict[str, Tensor] = layout.import_parameters(
+            tensors, config, num_layers, hidden_size
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return parameters
 
 
-def _record(path: Path, layout: str) -> dict[str, Setting]:
-    """What is known about the settings of a file."""
+def taken_from_flags(path: Path, config: ResidualConfig, num_layers: int) -> list[str]:
+    """What a file under public names does not say, so that it is taken to be as in ``config``."""
+    layout = layout_for(config)
+    said = _said(path, layout, num_layers)
+    wanted = {MODEL_TYPE: layout.MODEL_TYPES[0], **settings_of(config, num_layers)}
+    elsewhere = ("mechanism", "contraction")  # the names and the head of a file tell them
+    return [
+        f"{name} {value}"
+        for name, value in wanted.items()
+        if name not in said and name not in elsewhere
+    ]
+
+
+def _said(path: Path, layout: ModuleType, num_layers: int) -> dict[str, Setting]:
+    """What a file, or the configuration beside it, says about its model and its settings.
+
+    Raises:
+        ValueError: it is of another model, or of settings that no model here has.
+    """
     metadata = tensor_file.read_metadata(path)
     if RECORD in metadata:
-        record: dict[str, Setting] = json.loads(metadata[RECORD])
-        return record
+        record = as_record(json_object(metadata[RECORD], path), path)
+        return {MODEL_TYPE: layout.MODEL_TYPES[0], **record}
     beside = (path if path.is_dir() else path.parent) / "config.json"
-    public = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
-    public = {**public, **public.get("text_config", {})}
-    if layout == kimi_k3.NAME:
-        known = {"attnres_eps": public.get("rms_norm_eps")}
-        if "attn_res_block_size" in public:
-            known[BLOCK_LENGTH] = 2 * public["attn_res_block_size"]
-    else:
-        known = {
-            "mhc_convention": "dsv4",
-            "streams": public.get("hc_mult"),
-            "mhc_sinkhorn_iterations": public.get("hc_sinkhorn_iters"),
-            "mhc_eps": public.get("hc_eps"),
-        }
-    return {name: value for name, value in known.items() if value is not None}
+    said: dict[str, Setting] = dict(layout.SAID)
+    if beside.is_file():
+        faults: list[str] = []
+        said |= _translated(_public_settings(beside), layout, faults)
+        raise_faults(str(beside), faults)
+    if BLOCK_LENGTH in said:  # a block is at most the whole model
+        said[BLOCK_LENGTH] = min(said[BLOCK_LENGTH], 2 * num_layers)
+    return said
+
+
+def _public_settings(path: Path) -> dict[str, object]:
+    """A released configuration, that of its language model included; null says nothing."""
+    public = json_object(read_text(path), path)
+    text = {} if public.get("text_config") is None else public["text_config"]
+    if not isinstance(text, dict):
+        raise ValueError(f"{path}: text_config is {text!r}; it must be an object, or null")
+    whole_model = {MODEL_TYPE: public.get(MODEL_TYPE)}
+    return {
+        name: value
+        for part in (public, text, whole_model)
+        for name, value in part.items()
+        if value is not None
+    }
+
+
+def _translated(
+    public: Mapping[str, object], layout: ModuleType, faults: list[str]
+) -> dict[str, Setting]:
+    """A released configuration in our words, and what it says that we cannot."""
+    said: dict[str, Setting] = {}
+    if MODEL_TYPE in public:
+        said[MODEL_TYPE] = layout.MODEL_TYPES[0]
+        if public[MODEL_TYPE] not in layout.MODEL_TYPES:
+            faults.append(
+                f"{MODEL_TYPE} is {public[MODEL_TYPE]!r}, where the same names may mean another "
+                f"model; known is {' and '.join(layout.MODEL_TYPES)}."
+            )
+    told_by: dict[str, str] = {}
+    for word, (name, factor) in layout.SETTINGS.items():
+        if word not in public:
+            continue
+        value = public[word]
+        if not isinstance(value, int | type(factor)) or isinstance(value, bool) or not value > 0:
+            kind = "whole number" if isinstance(factor, int) else "number"
+            faults.append(f"{word} is {value!r}; it must be a {kind} above 0.")
+        elif said.setdefault(name, value * factor) != value * factor:
+            faults.append(
+                f"{told_by[name]} is {said[name]!r} and {word} {value!r}; {name} stands for both "
+                "here, so there is no such model."
+            )
+        else:
+            told_by.setdefault(name, word)
+    return said

@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_residuals.interchange import tensor_file
-from megatron_residuals.settings import RECORD, Setting
+from megatron_residuals.files import json_object
+from megatron_residuals.interchange import pickles, tensor_file
+from megatron_residuals.interchange.pickles import Trust
+from megatron_residuals.settings import RECORD, Setting, as_record
 
 RECORD_KEY = f"decoder.{RECORD}._extra_state"
 LEGACY_FILE = "model_optim_rng.pt"
@@ -22,17 +25,20 @@ _MODEL_ENTRIES = ("model", "state_dict")
 
 
 class TorchFile:
-    """A pickled state dict, alone or as an entry of a larger dict."""
+    """A pickled state dict, alone or as an entry of a larger dict.
+
+    Raises:
+        ValueError: the file is damaged, holds none, or asks for more than is trusted.
+    """
 
     kind = "torch"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust: Trust) -> None:
         self.path = path
-        # Megatron's own files hold its arguments, which are no plain data.
-        self._content = torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False
-        )
+        self._content = pickles.load(path, trust, name=path, mmap=zipfile.is_zipfile(path))
         self._model = self._find_model()
+        if not all(isinstance(key, str) for key in self._model):
+            raise ValueError(f"{path} holds a dict whose keys are no names of parameters")
 
     def _find_model(self) -> dict[str, Any]:
         content = self._content
@@ -58,11 +64,15 @@ class TorchFile:
     def settings(self) -> dict[str, Setting] | None:
         """The record of the residual; None if there is none."""
         found = [v for k, v in self._model.items() if k.endswith(RECORD_KEY)]
-        return dict(found[0]) if found else None
+        return as_record(found[0], self.path) if found else None
 
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """The tensors whose key is wanted."""
-        return {k: v for k, v in self._model.items() if isinstance(v, Tensor) and wanted(k)}
+        return {k: v for k, v in self.pieces() if wanted(k)}
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, read from the disk when it is looked at."""
+        return ((k, v) for k, v in self._model.items() if isinstance(v, Tensor))
 
     def left_out(self) -> str | None:
         """What a new checkpoint does not get."""
@@ -78,14 +88,15 @@ class TorchFile:
         arguments: Mapping[str, Any],
     ) -> None:
         """Write the file ``target`` with tensors added, a record, and changed arguments."""
-        model: dict[str, Any] = {**self._model, **added, RECORD_KEY: dict(record)}
+        record_key = next((k for k in self._model if k.endswith(RECORD_KEY)), RECORD_KEY)
+        model: dict[str, Any] = {**self._model, **added, record_key: dict(record)}
         content = model
         if self._model is not self._content:
             entry = next(e for e in _MODEL_ENTRIES if self._content.get(e) is self._model)
             content = {**self._content, entry: model}
             content.pop("optimizer", None)
-            for name, value in arguments.items() if content.get("args") is not None else ():
-                setattr(content["args"], name, value)
+            if isinstance(args := content.get("args"), argparse.Namespace):
+                content["args"] = argparse.Namespace(**{**vars(args), **arguments})
         target.parent.mkdir(parents=True, exist_ok=True)
         torch.save(content, target)
 
@@ -107,11 +118,15 @@ class SafetensorsFile:
     def settings(self) -> dict[str, Setting] | None:
         """The record of the residual; None if there is none."""
         text = self._metadata.get(RECORD)
-        return None if text is None else dict(json.loads(text))
+        return None if text is None else as_record(json_object(text, self.path), self.path)
 
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """The tensors whose key is wanted."""
         return tensor_file.read_tensors(self.path, wanted)
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, one in memory at a time."""
+        return tensor_file.each_tensor(self.path)
 
     def left_out(self) -> str | None:
         """Nothing: such a file has only the model."""

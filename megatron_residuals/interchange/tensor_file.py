@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from megatron_residuals.files import naming
+from megatron_residuals.text import reason
 
 SUFFIX = ".safetensors"
 
@@ -29,25 +33,44 @@ def _safetensors(name: str) -> Any:
         ) from error
 
 
+def require() -> None:
+    """Raise RuntimeError, which says what to install, if safetensors is not installed."""
+    _safetensors("safetensors.torch")
+
+
 def is_available() -> bool:
     """Whether safetensors is installed."""
     try:
-        _safetensors("safetensors.torch")
+        require()
     except RuntimeError:
         return False
     return True
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write one file; ``metadata`` is text by name and goes into its header."""
+    """Write one file; ``metadata`` is text by name and goes into its header.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     save_file = _safetensors("safetensors.torch").save_file
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata={"format": "pt", **metadata})
+    try:
+        save_file(whole, path, metadata={"format": "pt", **metadata})
+    except _safetensors("safetensors").SafetensorError as error:
+        raise OSError(reason(error)) from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    safe_open = _safetensors("safetensors").safe_open
+    with naming(path), safe_open(path, framework="pt") as file:
+        yield file
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The text in the header of a file, or of the first one of a folder."""
-    with _safetensors("safetensors").safe_open(_files(path)[0], framework="pt") as file:
+    with _opened(_files(path)[0]) as file:
         return dict(file.metadata() or {})
 
 
@@ -55,24 +78,31 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """{name: shape} of a file, or of all files of a folder, without reading the tensors."""
     shapes = {}
     for file_path in _files(path):
-        with _safetensors("safetensors").safe_open(file_path, framework="pt") as file:
+        with _opened(file_path) as file:
             for name in file.keys():
                 shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
+
+
+def each_tensor(path: Path, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of a file, or of all files of a folder, one at a time.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged.
+    """
+    for file_path in _files(path):
+        with _opened(file_path) as file:
+            for name in filter(wanted, file.keys()):
+                yield name, file.get_tensor(name)
 
 
 def read_tensors(path: Path, wanted: Callable[[str], bool] = bool) -> dict[str, Tensor]:
     """Tensors of a file, or of all files of a folder, whose name is wanted.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: there is no such file, or it is damaged.
     """
-    tensors = {}
-    for file_path in _files(path):
-        with _safetensors("safetensors").safe_open(file_path, framework="pt") as file:
-            for name in filter(wanted, file.keys()):
-                tensors[name] = file.get_tensor(name)
-    return tensors
+    return dict(each_tensor(path, wanted))
 
 
 def _files(path: Path) -> list[Path]:

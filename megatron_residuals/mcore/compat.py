@@ -19,8 +19,10 @@ from megatron.core.transformer.transformer_layer import (
 from packaging.version import Version
 
 from megatron_residuals.pipeline.plan import StageLayout
+from megatron_residuals.versions import OLDEST, UNTESTED
 
-OLDEST_HOST, NEWEST_HOST = Version("0.16.1"), Version("0.20")  # newest is excluded
+HOST = "megatron-core"
+OLDEST_HOST, NEWEST_HOST = Version(OLDEST[HOST]), Version(UNTESTED[HOST])  # newest is excluded
 ALLOW_UNTESTED = "MEGATRON_RESIDUALS_ALLOW_UNTESTED_HOST"
 
 

@@ -7,12 +7,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.kernels import external
 from megatron_residuals.mcore.arguments import global_args
-from megatron_residuals.mcore.compat import norms_can_be_discarded, prediction_can_be_recomputed
+from megatron_residuals.mcore.compat import (
+    is_quantized,
+    norms_can_be_discarded,
+    prediction_can_be_recomputed,
+)
 from megatron_residuals.text import fault_list
 
 OFF = (None, False, 0, "none", [], ())
@@ -98,11 +103,68 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
     faults.extend(_kernel_faults(config, residual))
     faults.extend(_recompute_faults(config, residual))
     faults.extend(_quantized_norm_faults(config, layer_specs, residual))
+    faults.extend(_host_faults(config))
     faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
     if faults:
         raise ValueError(
             fault_list("this model cannot run with a replaced residual connection", faults)
         )
+
+
+def host_warnings(config: Any) -> list[str]:
+    """What works in training but not in every pass, by the host's own doing; a line each."""
+    largest = config.microbatch_group_size_per_vp_stage or 0
+    drops_sends = (
+        config.virtual_pipeline_model_parallel_size is not None
+        and getattr(config, "overlap_p2p_comm_warmup_flush", False)
+        and not config.deallocate_pipeline_outputs
+        and largest > config.pipeline_model_parallel_size
+    )
+    if not (drops_sends and dist.is_initialized() and dist.get_backend() == "gloo"):
+        return []
+    return [
+        "forward-only passes may wait for ever: with overlap_p2p_comm_warmup_flush, and "
+        f"microbatch_group_size_per_vp_stage = {largest} above the "
+        f"{config.pipeline_model_parallel_size} pipeline ranks, the host forgets its last send, "
+        "which gloo then drops; set deallocate_pipeline_outputs = True (Megatron's training loop "
+        "does)"
+    ]
+
+
+def _host_faults(config: Any) -> list[str]:
+    """What ends in the host without a word of the reason, with the stock residual too."""
+    faults = []
+    recomputes_mlp = config.recompute_granularity == "selective" and "mlp" in (
+        config.recompute_modules or ()
+    )
+    if recomputes_mlp and config.add_bias_linear and _has_dense_layers(config):
+        if not is_quantized(config):  # another checkpoint function does it then
+            faults.append(
+                "recompute_modules = 'mlp' with add_bias_linear = True: the host's checkpoint "
+                "returns the bias of the MLP, whose gradient then leads back to the checkpoint, "
+                "and backward never ends; add --disable-bias-linear, or recompute by "
+                "--residual-recompute"
+            )
+    if (
+        config.pipeline_model_parallel_size == 2
+        and config.virtual_pipeline_model_parallel_size is not None
+        and config.num_layers_in_first_pipeline_stage is not None
+        and config.num_layers_in_last_pipeline_stage is not None
+    ):
+        faults.append(
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage with two "
+            "pipeline ranks and virtual stages: the host numbers layers by dividing by the ranks "
+            "between the two, of which there is none; give one of the counts, or "
+            "--pipeline-model-parallel-layout"
+        )
+    return faults
+
+
+def _has_dense_layers(config: Any) -> bool:
+    experts_in = config.moe_layer_freq
+    if not config.num_moe_experts:
+        return True
+    return experts_in != 1 if isinstance(experts_in, int) else 0 in experts_in
 
 
 def _kernel_faults(config: Any, residual: ResidualConfig) -> list[str]:

@@ -202,6 +202,10 @@ class Mechanism:
         """
         return config.binding_options()
 
+    def options_in(self, record: Mapping[str, Setting]) -> dict[str, Setting]:
+        """Inverse of ``record``: options that give a model of those settings."""
+        return {name: value for name, value in record.items() if name != "mechanism"}
+
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Why the library that ``--residual-kernels`` names cannot compute it; None if it can."""
         if config.kernels in self.libraries:

@@ -241,6 +241,12 @@ class StageLayout:
                 f"the {middle_layers} layers left do not divide into {middle_ranks} ranks x "
                 f"{num_chunks} chunks; change first or last, or use a pipeline layout string."
             )
+        elif num_chunks > 1 and len(given) == num_ranks == 2:
+            # the host divides by the number of ranks between the two
+            faults.append(
+                f"first and last are both given for 2 ranks of {num_chunks} chunks, whose layers "
+                "the host cannot number; give one of them, or use a pipeline layout string."
+            )
         raise_faults("StageLayout.uneven", faults)
 
         rank_layers = [per_rank] * num_ranks

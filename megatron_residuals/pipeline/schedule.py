@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron_residuals.pipeline.layout import StageLayout
@@ -19,6 +21,14 @@ class Pass(NamedTuple):
     stage: int
 
 
+class Stretch(NamedTuple):
+    """``count`` times a forward through one stage, then a backward through one; None is no pass."""
+
+    forward: int | None
+    backward: int | None
+    count: int
+
+
 def schedule(
     layout: StageLayout, rank: int, num_microbatches: int, group_size: int | None = None
 ) -> Iterator[Pass]:
@@ -29,24 +39,77 @@ def schedule(
         cool-down  backward of what is left
 
     ``group_size`` is the host's microbatch_group_size_per_vp_stage (default: the number of ranks).
+    Every stage sees the micro-batches in their order.
+
+    Raises:
+        ValueError: what the host's schedules refuse as well.
+    """
+    due: dict[tuple[bool, int], Iterator[int]] = defaultdict(itertools.count)
+    for stretch in stretches(layout, rank, num_microbatches, group_size):
+        for _ in range(stretch.count):
+            for forward, stage in ((True, stretch.forward), (False, stretch.backward)):
+                if stage is not None:
+                    yield Pass(forward, next(due[forward, stage]), stage)
+
+
+def stretches(
+    layout: StageLayout, rank: int, num_microbatches: int, group_size: int | None = None
+) -> Iterator[Stretch]:
+    """The same order, what repeats itself told once.
+
     Source: `get_pp_rank_microbatches` and `get_schedule_table` of Megatron-Core 0.16 to 0.19.
 
     Raises:
         ValueError: what the host's schedules refuse as well.
     """
-    ranks, chunks = layout.num_ranks, layout.num_chunks
     group = check_schedule(layout, num_microbatches, group_size)
-    table = forward_order(num_microbatches, chunks, group)
-    warm_up = ranks - rank - 1
-    if chunks > 1:
-        warm_up = 2 * warm_up + (chunks - 1) * group
-    for k in range(len(table) + warm_up):
-        if k < len(table):
-            micro_batch, chunk = table[k]
-            yield Pass(True, micro_batch, layout.stage(rank, chunk))
-        if warm_up <= k:
-            micro_batch, chunk = table[k - warm_up]
-            yield Pass(False, micro_batch, layout.stage(rank, chunks - 1 - chunk))
+    chunks = range(layout.num_chunks)
+    size = num_microbatches if len(chunks) == 1 else group
+    groups = [min(size, num_microbatches - m) for m in range(0, num_microbatches, size)]
+    forward = [(layout.stage(rank, chunk), count) for count in groups for chunk in chunks]
+    backward = [(layout.stage(rank, chunk), count) for count in groups for chunk in chunks[::-1]]
+    ahead = (None, warm_up(layout, rank, group))
+    yield from _side_by_side([*forward, ahead], [ahead, *backward])
+
+
+Runs = Iterable[tuple[int | None, int]]
+"""Stages, or None for none, and how many passes in a row go through each."""
+
+
+def _side_by_side(forward: Runs, backward: Runs) -> Iterator[Stretch]:
+    """Both sequences, equally long, cut wherever one of them goes on to another stage."""
+    left = [deque(run for run in runs if run[1]) for runs in (forward, backward)]
+    while all(left):
+        (f, num_f), (b, num_b) = (runs.popleft() for runs in left)
+        count = min(num_f, num_b)
+        yield Stretch(f, b, count)
+        for runs, stage, rest in zip(left, (f, b), (num_f - count, num_b - count), strict=True):
+            if rest:
+                runs.appendleft((stage, rest))
+
+
+def warm_up(layout: StageLayout, rank: int, group: int) -> int:
+    """Forwards of a rank ahead of its backwards, of which a short step has no more than all."""
+    behind = layout.num_ranks - rank - 1
+    return behind if layout.num_chunks == 1 else 2 * behind + (layout.num_chunks - 1) * group
+
+
+def shortest_alike(layout: StageLayout, num_microbatches: int, group_size: int | None) -> int:
+    """The fewest micro-batches whose step has the same moments on every rank, counts apart.
+
+    What is in flight depends on the passes since as many forwards ago as the warm-up has, and the
+    passes of whole groups are alike. So beside a last group that is not whole it takes as many
+    passes as a warm-up has and those of one group more; what a longer step adds repeats those.
+
+    Raises:
+        ValueError: what the host's schedules refuse as well.
+    """
+    group = check_schedule(layout, num_microbatches, group_size)
+    if layout.num_chunks == 1:
+        group = 1
+    passes_of_group = group * layout.num_chunks
+    enough = -(-warm_up(layout, 0, group) // passes_of_group) + 1
+    return num_microbatches - max(0, num_microbatches // group - enough) * group
 
 
 def check_schedule(layout: StageLayout, num_microbatches: int, group_size: int | None) -> int:
@@ -61,16 +124,6 @@ def check_schedule(layout: StageLayout, num_microbatches: int, group_size: int |
         faults = _group_faults(layout.num_ranks, num_microbatches, group)
     raise_faults("schedule", faults)
     return group
-
-
-def forward_order(num_microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of the forward passes of a rank, as `get_schedule_table` has them."""
-    return [
-        (micro_batch, chunk)
-        for first in range(0, num_microbatches, group)
-        for chunk in range(chunks)
-        for micro_batch in range(first, min(first + group, num_microbatches))
-    ]
 
 
 def _group_faults(ranks: int, num_microbatches: int, group: int) -> list[str]:

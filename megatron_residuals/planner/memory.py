@@ -13,15 +13,13 @@ Weights, gradients, optimizer and what a kernel needs while it runs are not in i
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.plan import TransferPlan
-from megatron_residuals.pipeline.schedule import schedule
+from megatron_residuals.pipeline.schedule import Stretch, shortest_alike, stretches
 from megatron_residuals.planner.sizes import ModelSizes
 from megatron_residuals.planner.storages import OUTSIDE, PARTS, Sizes, StageStorages
 
@@ -119,7 +117,7 @@ class MemoryPlan:
         if not policy.startswith("group"):
             return []
         residual = dataclasses.replace(self.residual, recompute=policy)
-        lengths = {s.group_length for s in self._stages(residual) if s.sublayers}
+        lengths = {s.group_length for s in self.stages(residual) if s.sublayers}
         return sorted(length for length in lengths if length is not None)
 
     def transfer_plan(self, residual: ResidualConfig) -> TransferPlan:
@@ -129,13 +127,14 @@ class MemoryPlan:
     def _predict(
         self, name: str, residual: ResidualConfig, *, host_full: int = 0, stock: bool = False
     ) -> Prediction:
-        stages = self._stages(residual, host_full, stock)
+        stages = self.stages(residual, host_full, stock)
         ranks = range(self.layout.num_ranks)
         return Prediction(name, tuple(self._rank(rank, stages) for rank in ranks))
 
-    def _stages(
+    def stages(
         self, residual: ResidualConfig, host_full: int = 0, stock: bool = False
     ) -> list[StageStorages]:
+        """What every stage keeps; ``host_full`` and ``stock`` as in `StageStorages`."""
         plan = self.transfer_plan(residual)
         stages = range(self.layout.num_stages)
         return [StageStorages(plan, residual, self.sizes, g, host_full, stock) for g in stages]
@@ -144,11 +143,10 @@ class MemoryPlan:
         own = stages[rank :: self.layout.num_ranks]
         kept = {storage.name: storage for stage in own for storage in stage.kept}
         parts = {part: sum(s.bytes for s in kept.values() if s.part == part) for part in PARTS}
-        walk = _Walk(stages)
-        for forward, micro_batch, stage in schedule(
-            self.layout, rank, self.num_microbatches, self.group_size
-        ):
-            walk.forward(micro_batch, stage) if forward else walk.backward(micro_batch, stage)
+        walk = _Walk(_Life(own))
+        count = shortest_alike(self.layout, self.num_microbatches, self.group_size)
+        for stretch in stretches(self.layout, rank, count, self.group_size):
+            walk.go(stretch)
         return RankMemory(
             rank=rank,
             kept_bytes=sum(parts.values()) - parts[OUTSIDE],
@@ -159,51 +157,72 @@ class MemoryPlan:
         )
 
 
+class _Life:
+    """What one micro-batch keeps on a rank, which is the same for every micro-batch.
+
+    It goes through the rank's stages forwards and then backwards. Storages live from the end of a
+    forward to that of its backward, or as long as they are in the cache for a later stage, and are
+    counted once, whoever keeps them.
+
+    Attributes:
+        forward_bytes, backward_bytes: by stage, how much more is kept after the pass than before.
+        replay_bytes: by stage, how much more there is at the height of its backward.
+    """
+
+    def __init__(self, own: list[StageStorages]) -> None:
+        self.forward_bytes: dict[int, int] = {}
+        self.backward_bytes: dict[int, int] = {}
+        self.replay_bytes: dict[int, int] = {}
+        kept: Sizes = {}
+        cached: Sizes = {}
+        before_pass, earlier = 0, []
+        for storages in own:
+            earlier.append(kept)
+            kept = kept | {storage.name: storage.bytes for storage in storages.kept}
+            for name in storages.cached(*storages.plan.last_fetch(storages.stage)):
+                cached.pop(name, None)
+            cached = cached | storages.cached(*storages.plan.stashes(storages.stage))
+            after = sum((kept | cached).values())
+            self.forward_bytes[storages.stage] = after - before_pass
+            before_pass = after
+        for storages, beside in zip(reversed(own), reversed(earlier), strict=True):
+            # a backward begins when no later stage of the micro-batch is left that would fetch
+            heights = (sum((beside | moment).values()) for moment in storages.moments)
+            self.replay_bytes[storages.stage] = max(heights, default=0) - before_pass
+            after = sum(beside.values())
+            self.backward_bytes[storages.stage] = after - before_pass
+            before_pass = after
+
+
 class _Walk:
     """Goes through a step of one rank and notes the peak.
 
-    Storages live from the end of a forward to that of its backward, or as long as they are in the
-    cache for a later stage. They are counted once for each micro-batch, whoever keeps them.
+    A stretch repeats one forward and one backward, so what is kept grows or shrinks by the same
+    each time, and is most at its beginning or its end.
     """
 
-    def __init__(self, stages: list[StageStorages]) -> None:
-        self._stages = stages
-        self._in_flight: dict[int, frozenset[int]] = {}  # micro-batch -> stages
-        self._cached: dict[int, frozenset[tuple[str, int]]] = {}  # micro-batch -> storages
+    def __init__(self, life: _Life) -> None:
+        self._life = life
+        self._bytes = self._in_flight = 0
         self.peak_bytes = self.most_in_flight = 0
-        self._kept_bytes = functools.cache(lambda *key: sum(self._kept(*key).values()))
-        self._backward_bytes = functools.cache(self._height)
 
-    def forward(self, micro_batch: int, stage: int) -> None:
-        """What the stage keeps is there from now on."""
-        self._in_flight[micro_batch] = self._in_flight.get(micro_batch, frozenset()) | {stage}
-        storages, plan = self._stages[stage], self._stages[stage].plan
-        cached = self._cached.get(micro_batch, frozenset())
-        cached -= frozenset(storages.cached(*plan.last_fetch(stage)).items())
-        cached |= frozenset(storages.cached(*plan.stashes(stage)).items())
-        self._cached[micro_batch] = cached
-        in_flight = sum(map(len, self._in_flight.values()))
-        self.most_in_flight = max(self.most_in_flight, in_flight)
-        self.peak_bytes = max(self.peak_bytes, self._total(self._in_flight))
+    def go(self, stretch: Stretch) -> None:
+        """All passes of a stretch."""
+        kept_bytes, in_flight = self._bytes, self._in_flight
+        self._once(stretch)
+        if stretch.count > 1:
+            self._bytes += (stretch.count - 2) * (self._bytes - kept_bytes)
+            self._in_flight += (stretch.count - 2) * (self._in_flight - in_flight)
+            self._once(stretch)
 
-    def backward(self, micro_batch: int, stage: int) -> None:
-        """The highest replay; afterwards what the stage keeps is gone."""
-        others = self._in_flight[micro_batch] - {stage}
-        height = self._backward_bytes(stage, others)
-        height += self._total(other for other in self._in_flight if other != micro_batch)
-        self.peak_bytes = max(self.peak_bytes, height)
-        self._in_flight[micro_batch] = others
-
-    def _total(self, micro_batches: Iterable[int]) -> int:
-        return sum(self._kept_bytes(self._in_flight[m], self._cached[m]) for m in micro_batches)
-
-    def _kept(
-        self, stages: frozenset[int], cached: frozenset[tuple[str, int]] = frozenset()
-    ) -> Sizes:
-        return {s.name: s.bytes for g in stages for s in self._stages[g].kept} | dict(cached)
-
-    def _height(self, stage: int, others: frozenset[int]) -> int:
-        # a backward begins when no later stage of the micro-batch is left that would fetch
-        beside = self._kept(others)
-        moments = self._stages[stage].moments
-        return max((sum((beside | moment).values()) for moment in moments), default=0)
+    def _once(self, stretch: Stretch) -> None:
+        if stretch.forward is not None:
+            self._bytes += self._life.forward_bytes[stretch.forward]
+            self._in_flight += 1
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
+            self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        if stretch.backward is not None:
+            height = self._bytes + self._life.replay_bytes[stretch.backward]
+            self.peak_bytes = max(self.peak_bytes, height)
+            self._bytes += self._life.backward_bytes[stretch.backward]
+            self._in_flight -= 1

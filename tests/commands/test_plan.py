@@ -42,6 +42,23 @@ def test_the_table_is_the_grid_of_the_plan(capsys: pytest.CaptureFixture[str]) -
     assert run(capsys, f"{PLAN_96} --transport full") == (0, full.grid() + "\n", "")
 
 
+SMALL = "--layers 4 --pp 2 --seq-length 64 --micro-batch-size 1 --hidden-size 128"
+
+
+@pytest.mark.parametrize(
+    "command", ["plan --streams 4", "memory --residual mhc --heads 8", "simulate --heads 8"]
+)
+def test_rows_that_tensor_parallel_ranks_do_not_share_are_pointed_out(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    # Every figure was that of whole rows on each of the eight ranks, and nothing said so.
+    note = "without --sequence-parallel each of the 8 tensor-parallel ranks computes, keeps and"
+    assert note in run(capsys, f"{command} {SMALL} --tp 8")[1]
+    for shared in ("--tp 8 --sequence-parallel", "--tp 1"):
+        status, out, _ = run(capsys, f"{command} {SMALL} {shared}")
+        assert status == 0 and "without --sequence-parallel" not in out
+
+
 def test_json_holds_the_totals_and_every_boundary(capsys: pytest.CaptureFixture[str]) -> None:
     fields = run_json(capsys, PLAN_96)
     totals = {"rows_full": 167, "rows_delta": 77, "max_rows_full": 9, "max_rows_delta": 3}

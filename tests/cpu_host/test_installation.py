@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.mcore.test_warm_start_script import ONE_STAGE
 
 from megatron_residuals import cpu_host
 from megatron_residuals.cpu_host import Report, installation
 from megatron_residuals.testing import cpu_host as first_name
 from megatron_residuals.testing import run_ranks
+from tests.mcore.training.test_warm_start_script import ONE_STAGE
 
 pytestmark = [
     pytest.mark.host,
@@ -132,7 +132,7 @@ def _losses_with_experts() -> list[list[float]]:
         sys.argv = ["pretrain_gpt.py", *ONE_STAGE, "--num-experts", "4", *flags]
         args = validate_args(parse_args())
         experts = dict(num_moe_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm)
-        toy = ToyGPT(num_layers=1, config_overrides=experts)
+        toy = ToyGPT(num_layers=1, bias=False, config_overrides=experts)
         if not losses:
             setup_parallel(toy)
         spec = get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm)

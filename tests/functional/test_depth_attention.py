@@ -207,3 +207,21 @@ def test_sources_that_are_views_or_transposed_give_the_same() -> None:
     strided = [source.transpose(0, 1).contiguous().transpose(0, 1) for source in sources]
     assert not strided[0].is_contiguous()
     close(read_sources(strided, query, gain, eps=EPS), read_sources(sources, query, gain, eps=EPS))
+
+
+@pytest.mark.parametrize(("norm", "is_read"), [(1.8e19, True), (1.9e19, False)])
+def test_keys_are_normalised_up_to_where_the_hosts_norms_read_zeros(
+    norm: float, is_read: bool
+) -> None:
+    """Squares of larger sources overflow float32: such a source weighs as if its key were zero, and
+    RMSNorm, in front of every sublayer, gives zeros for it. Scaling keys first would cost a pass
+    over all sources and give the sublayer behind nothing to work with."""
+    sources, query, gain = inputs(3, 4)
+    large = [source / source.norm(dim=-1, keepdim=True) * norm for source in sources]
+    weights = depth_weights([source.float() for source in large], query, gain, eps=EPS)
+    exact = depth_weights(
+        large if is_read else [0 * source for source in large], query, gain, eps=EPS
+    )
+    assert_close(weights, exact.float(), dtype=torch.float32, kind="same_math")
+    normed = torch.nn.functional.rms_norm(large[0].float(), (D,))
+    assert bool(normed.any()) is is_read

@@ -158,3 +158,20 @@ def test_strided_inputs_give_the_same(case: Case) -> None:
     for value, other in zip(mine, values, strict=True):
         assert_close(value, other, dtype=torch.float64, kind="same_math")
     compare(case, actual, expected, torch.float64)
+
+
+@pytest.mark.parametrize("size", [1e18, 1e20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sources_with_squares_beyond_float32_are_read_as_by_the_reference(
+    dtype: torch.dtype, size: float
+) -> None:
+    case = source_case(3, 7, 2)
+    query, gain, *sources = case.tensors(dtype)
+    tensors = query, gain, *[source * size for source in sources]
+    values, gradients = case.gradients(case.kernel, list(tensors))
+    expected, others = case.gradients(case.reference, list(tensors))
+    assert torch.equal(*values, *expected) and values[0].isfinite().all()
+    for mine, theirs in zip(gradients, others, strict=True):
+        assert mine is not None and theirs is not None
+        scale = max(1.0, float(theirs.abs().max()))
+        assert_close(mine / scale, theirs / scale, dtype=dtype, kind="same_math")

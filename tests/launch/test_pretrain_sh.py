@@ -105,6 +105,112 @@ def test_arguments_after_the_dashes_come_last_and_keep_their_spaces() -> None:
     assert words[-4:] == ["--lr", "1e-5", "--wandb-exp-name", "two words"]
 
 
+def test_arguments_after_the_dashes_take_the_place_of_what_cannot_stand_beside_them() -> None:
+    # --squared-relu landed beside --swiglu and --train-samples beside --train-iters.
+    words = dry_run("--", "--squared-relu", "--train-samples", "1000", "--fp16", "--hidden-size=64")
+    assert not {"--swiglu", "--train-iters", "--lr-warmup-iters", "--bf16"} & set(words)
+    assert "--hidden-size" not in words and words[-1] == "--hidden-size=64"
+    assert option(words, "--train-samples") == "1000"
+    assert option(words, "--lr-warmup-samples") == "50"
+    words = dry_run("--", "--lr-warmup-fraction", "0.1", "--data-path", "/data", "--split", "9,1,0")
+    assert not {"--lr-warmup-iters", "--mock-data"} & set(words) and "--train-iters" in words
+    words = dry_run("--", "--train-data-path", "/a", DATA_PATH="/data")
+    assert not {"--data-path", "--split"} & set(words)
+
+
+def test_what_follows_from_an_argument_after_the_dashes_follows_it() -> None:
+    words = dry_run("--", "--seq-length=8192", "--tensor-model-parallel-size", "2", DEVICE="cpu")
+    assert option(words, "--max-position-embeddings") == "8192"
+    assert option(words, "--tensor-model-parallel-size") == "2" and "--sequence-parallel" in words
+    words = dry_run("--", "--train-iters", "40", "--pipeline-model-parallel-size", "1")
+    assert option(words, "--lr-warmup-iters") == "2"
+    assert "--num-virtual-stages-per-pipeline-rank" not in words
+
+
+def test_the_layout_after_the_dashes_is_the_only_one() -> None:
+    words = dry_run("--", "--num-layers-per-virtual-pipeline-stage", "3")
+    assert "--num-virtual-stages-per-pipeline-rank" not in words
+    layouts = {"--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"}
+    uneven = ["--decoder-first-pipeline-num-layers", "4"]
+    assert not layouts & set(dry_run("--", *uneven, PRESET="k3_layout"))
+    assert layouts & set(dry_run("--", *uneven)) == {"--num-virtual-stages-per-pipeline-rank"}
+
+
+def test_no_before_the_name_of_an_option_takes_it_out() -> None:
+    left_out = ["swiglu", "untie-embeddings-and-output-weights", "lr-decay-style", "mock-data"]
+    words = dry_run("--", *(f"--no-{name}" for name in left_out), "--no-rope-fusion")
+    assert not any(word.endswith(tuple(left_out)) for word in words) and "cosine" not in words
+    assert words[-1] == "--no-rope-fusion"  # which is an option of Megatron's
+
+
+@pytest.mark.parametrize("variables", [{}, {"VPP": "2"}, {"PRESET": "small_dense"}])
+def test_one_pipeline_rank_has_no_virtual_stages(variables: dict[str, str]) -> None:
+    words = dry_run(PP="1", **variables)
+    assert "--num-virtual-stages-per-pipeline-rank" not in words
+
+
+def test_options_may_stand_on_several_lines() -> None:
+    # What followed the first line was dropped without a word.
+    lines = "--residual-streams 2\n  --residual-mhc-convention dsv4\n"
+    words = dry_run(RESIDUAL="mhc", RESIDUAL_OPTIONS=lines)
+    assert words[-6:] == ["--residual", "mhc", *lines.split()]
+    lines = "--ft-cfg-path /a\n--ft-rank-out-of-section-timeout=300"
+    words = dry_run(LAUNCHER="ft_launcher", FT_OPTIONS=lines)
+    assert set(lines.split()) <= set(words)
+
+
+def numeric_variables() -> list[str]:
+    """What launch/common.sh says holds a number."""
+    arrays = '"${COUNTS[@]}" "${DECIMALS[@]}" "${SWITCHES[@]}"'
+    command = f"source {ROOT}/launch/common.sh; printf '%s\\n' {arrays}"
+    return subprocess.check_output(["bash", "-c", command], text=True).split()
+
+
+def test_every_variable_with_a_number_for_a_default_is_checked() -> None:
+    scripts = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch" / "presets").glob("*.env")]
+    text = "".join(path.read_text() for path in scripts)
+    by_default = re.findall(r"\$\{([A-Z_]+):-(?:[\d.e-]+\}|\$\(\()", text)
+    calculated = re.findall(r"\(\((?:\$\{)?([A-Z_]+)", text)
+    assert {"LR", "TRAIN_ITERS", "LR_WARMUP_ITERS", "CP"} <= {*by_default, *calculated}
+    # Not for bash: a pattern of layers, thread counts and the like for others, its own clock.
+    others = {"MOE_LAYER_FREQ", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "SECONDS"}
+    others |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    assert {*by_default, *calculated} - others <= set(numeric_variables())
+
+
+def test_a_command_in_a_number_is_refused_and_never_run(tmp_path: Path) -> None:
+    # Bash arithmetic takes a name for a variable and evaluates its index.
+    trace = tmp_path / "trace"
+    attack = f"BASH_VERSINFO[$(touch {trace})0]"
+    for name in numeric_variables():
+        result = launch(**{"DRY_RUN": "1", "PREDICT": "0", name: attack})
+        assert result.returncode == 2, name
+        assert f"{name} is 'BASH_VERSINFO[" in result.stderr
+    sizes = ("seq-length", "train-iters", "train-samples", "tensor-model-parallel-size")
+    for flag in (*sizes, "pipeline-model-parallel-size"):
+        result = launch("--", f"--{flag}", attack, DRY_RUN="1", PREDICT="0")
+        assert result.returncode == 2, flag
+    dry_run(RESIDUAL="mhc", RESIDUAL_OPTIONS=f"--{attack} {attack}")
+    dry_run("--", f"--{attack}", attack)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("NUM_NODES", "08", "a whole number in digits"),  # for bash it is octal
+        ("TP", "-1", "a whole number in digits"),
+        ("TP", "99999999999999999999", "a whole number in digits"),  # bash goes round
+        ("LR", "1e-3x", "a number, such as 0.02 or 3e-4"),
+        ("DRY_RUN", "true", "0 or 1"),  # it started the run
+    ],
+)
+def test_a_value_that_is_none_is_refused(name: str, value: str, allowed: str) -> None:
+    result = launch(**{"DRY_RUN": "1", "PREDICT": "0", name: value})
+    assert result.returncode == 2
+    assert f"{name} is '{value}'; give {allowed}" in result.stderr
+
+
 def test_the_entry_script_is_the_users_choice() -> None:
     words = dry_run(ENTRY="/megatron/pretrain_gpt.py")
     assert words[words.index(MODULE[1]) + 1] == "/megatron/pretrain_gpt.py"

@@ -142,6 +142,22 @@ def test_a_node_of_a_slurm_job_knows_the_first_one_and_its_own_number(
         assert option(words, "--node_rank") == "2"
 
 
+def test_options_of_srun_may_stand_on_several_lines() -> None:
+    step, _ = dry_run("slurm.sh", SRUN_OPTIONS="--label\n--cpus-per-task 8")
+    assert "--label" in step and option(step, "--cpus-per-task") == "8"
+
+
+@pytest.mark.parametrize("script", ["multi_node", "slurm", "fault_tolerant", "cpu", "demo"])
+def test_no_launcher_runs_a_command_that_stands_in_a_number(script: str, tmp_path: Path) -> None:
+    attack = f"BASH_VERSINFO[$(touch {tmp_path / 'trace'})0]"
+    variables = {"MASTER_ADDR": "node0", "DRY_RUN": "1", "OUT": str(tmp_path / "out")}
+    for name in ("NUM_NODES", "TRAIN_ITERS", "MAX_RESTARTS"):
+        result = launch(f"{script}.sh", **{**variables, name: attack})
+        assert result.returncode == 2
+        assert f"{name} is 'BASH_VERSINFO[" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_small_model_on_the_cpu_needs_no_variable() -> None:
     (words,) = dry_run("cpu.sh", RESIDUAL="mhc")
     assert words[words.index("megatron_residuals.run") + 1] == "--cpu-host"

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 import pytest
@@ -116,6 +117,70 @@ def test_a_library_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
             check_model(config, layer_specs(), residual)
     with pytest.raises(ValueError, match="kernels fla: flash-linear-attention is not installed"):
         check_model(config, layer_specs(), ResidualConfig("attnres", kernels="fla"))
+
+
+# Each of these ended in the host, the stock model too, without a word of the reason: a backward
+# that never returns, and a ZeroDivisionError on one rank while the other waits for it.
+SILENT = {
+    "recompute_modules = 'mlp' with add_bias_linear": dict(
+        recompute_granularity="selective", recompute_modules=["mlp"]
+    ),
+    "num_layers_in_first_pipeline_stage and num_layers_in_last": dict(
+        num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=2
+    ),
+}
+PIPELINE = ToyGPT(pp=2, vpp=2)
+
+
+@pytest.mark.parametrize("message", SILENT)
+def test_what_fails_in_the_host_without_a_reason_is_given_one(message: str) -> None:
+    config = transformer_config(dataclasses.replace(PIPELINE, config_overrides=SILENT[message]))
+    with pytest.raises(ValueError, match=message):
+        check_model(config, layer_specs(), MHC)
+
+
+EXPERTS = dict(num_moe_experts=2, moe_router_pre_softmax=True, moe_token_dispatcher_type="alltoall")
+
+
+@pytest.mark.parametrize(
+    ("options", "frequency", "fails"),
+    [
+        (dict(add_bias_linear=False), 1, False),
+        (EXPERTS, 1, False),
+        (EXPERTS, [1, 1, 1, 1], False),
+        (EXPERTS, [1, 0, 1, 1], True),
+        (EXPERTS, 2, True),
+    ],
+)
+def test_recomputed_mlps_are_refused_only_where_they_are_dense_and_have_a_bias(
+    options: dict[str, Any], frequency: int | list[int], fails: bool
+) -> None:
+    recomputed = dict(recompute_granularity="selective", recompute_modules=["mlp"])
+    overrides = {**recomputed, **options, "moe_layer_freq": frequency}
+    config = transformer_config(ToyGPT(config_overrides=overrides))
+    if fails:
+        with pytest.raises(ValueError, match="add_bias_linear"):
+            check_model(config, layer_specs(), MHC)
+    else:
+        check_model(config, layer_specs(), MHC)
+
+
+def test_passes_that_lose_their_last_send_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without emptied outputs nobody waits for the last send of a forward-only pass: rank 0 was done
+    # and rank 1 waited for ever, in the stock model too.
+    monkeypatch.setattr(support.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(support.dist, "get_backend", lambda: "gloo")
+
+    def warnings(**changed: Any) -> list[str]:
+        options = dict(overlap_p2p_comm_warmup_flush=True, microbatch_group_size_per_vp_stage=4)
+        toy = dataclasses.replace(PIPELINE, config_overrides={**options, **changed})
+        return support.host_warnings(transformer_config(toy))
+
+    (warning,) = warnings()
+    assert "set deallocate_pipeline_outputs = True" in warning
+    assert not warnings(deallocate_pipeline_outputs=True)
+    assert not warnings(overlap_p2p_comm_warmup_flush=False)
+    assert not warnings(microbatch_group_size_per_vp_stage=2)
 
 
 def build(toy: ToyGPT) -> int:

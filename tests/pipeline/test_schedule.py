@@ -10,7 +10,13 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.pipeline.schedule import Pass, schedule
+from megatron_residuals.pipeline.schedule import (
+    Pass,
+    Stretch,
+    schedule,
+    shortest_alike,
+    stretches,
+)
 
 
 def order(layout: StageLayout, rank: int, *args: int) -> str:
@@ -34,6 +40,36 @@ def test_interleaved_chunks_take_turns_in_groups() -> None:
     layout = StageLayout.even(4, 2, 2)
     assert order(layout, 1, 2) == "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1"
     assert order(layout, 0, 2) == "F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0"
+
+
+def test_stretches_tell_once_what_repeats_itself() -> None:
+    one, two = StageLayout.even(4, 2), StageLayout.even(4, 2, 2)
+    assert list(stretches(one, 0, 10**9)) == [
+        Stretch(0, None, 1),
+        Stretch(0, 0, 10**9 - 1),
+        Stretch(None, 0, 1),
+    ]
+    assert list(stretches(one, 1, 3)) == [Stretch(1, 1, 3)]
+    assert list(stretches(two, 0, 5, 3)) == [
+        Stretch(0, None, 3),
+        Stretch(2, None, 2),
+        Stretch(2, 2, 1),
+        Stretch(0, 2, 2),
+        Stretch(2, 0, 2),
+        Stretch(None, 0, 1),
+        Stretch(None, 2, 2),
+        Stretch(None, 0, 2),
+    ]
+
+
+def test_long_steps_are_like_shorter_ones_with_the_same_rest() -> None:
+    one, two = StageLayout.even(4, 4), StageLayout.even(8, 4, 2)
+    assert [shortest_alike(one, count, None) for count in (1, 4, 5, 10**9)] == [1, 4, 4, 4]
+    assert [shortest_alike(two, count, 5) for count in (5, 14, 15, 19, 10**9 + 4)] == [
+        *(5, 14, 15, 19, 19),
+    ]
+    with pytest.raises(ValueError, match="leave a last group of 1"):
+        shortest_alike(two, 10**9 + 1, 5)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "group"), [(2, 2, 2), (2, 3, 3), (4, 2, 5)])

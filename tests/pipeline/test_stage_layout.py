@@ -97,6 +97,7 @@ def test_constructors_give_these_layers(layout: StageLayout, layers: tuple[int, 
         (lambda: StageLayout.uneven(8, 3, first=3), "the 5 layers left do not divide into 2 ranks"),
         (lambda: StageLayout.uneven(8, 2, first=3, last=4), "1 of 8 layers are left for 0 of 2"),
         (lambda: StageLayout.uneven(8, 1, first=4, last=4), "0 of 8 layers are left for -1 of 1"),
+        (lambda: StageLayout.uneven(8, 2, 2, first=4, last=4), "both given for 2 ranks of 2"),
         (lambda: StageLayout.uneven(8, 3, first=9), "-1 of 8 layers are left for 2 of 3"),
         (lambda: StageLayout.uneven(9, 3, 2, first=3, last=2), "first is 3, not a multiple of"),
         (lambda: StageLayout.uneven(8, 2, first=0), "first is 0"),
@@ -189,22 +190,17 @@ def test_first_and_last_rank_counts_agree_with_the_host(host: SimpleNamespace) -
     for ranks, chunks, middle in itertools.product((2, 3, 4), (1, 2, 3), (1, 2)):
         for first, last in itertools.product((None, 1, 2, 3), repeat=2):
             counts = [first or middle, *[middle] * (ranks - 2), last or middle]
-            layout = StageLayout.uneven(
-                chunks * sum(counts),
-                ranks,
-                chunks,
-                first=first and first * chunks,
-                last=last and last * chunks,
-            )
-            options = {
-                "num_layers_in_first_pipeline_stage": first and first * chunks,
-                "num_layers_in_last_pipeline_stage": last and last * chunks,
-            }
+            ends = {"first": first and first * chunks, "last": last and last * chunks}
+            options = {f"num_layers_in_{end}_pipeline_stage": n for end, n in ends.items()}
             if ranks == 2 and chunks > 1 and first and last:
                 # The host's own offsets divide by its number of middle ranks, 0 here.
+                with pytest.raises(ValueError, match="whose layers the host cannot number"):
+                    StageLayout.uneven(chunks * sum(counts), ranks, chunks, **ends)
+                layout = StageLayout(ranks, chunks, tuple(counts) * chunks)
                 with pytest.raises(ZeroDivisionError):
                     assert_the_host_agrees(host, layout, **options)
                 continue
+            layout = StageLayout.uneven(chunks * sum(counts), ranks, chunks, **ends)
             assert_the_host_agrees(host, layout, **options)
             checked += 1
     assert checked > 200

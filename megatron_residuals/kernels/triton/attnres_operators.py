@@ -4,7 +4,8 @@
 
 The same launches as `kernels.depth_attention` makes. Gradients of sources come back through
 autograd, as a traced graph has no place for the buffers of sources. Shapes: planes [T, d],
-directions [S, d], numbers per token in float32.
+directions [S, d], numbers per token in float32. Schemas with lists are written out: torch 2.6 does
+not infer them from ``list[Tensor]``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from megatron_residuals.kernels.depth_chunks import MergeForward
 from megatron_residuals.kernels.triton import attnres_launches as launches
 
 
-@torch.library.custom_op("megatron_residuals::attnres_read", mutates_args=())
+@torch.library.custom_op(
+    "megatron_residuals::attnres_read",
+    mutates_args=(),
+    schema="(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)",
+)
 def attnres_read(
     sources: list[Tensor], direction: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +38,12 @@ def _(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Ten
     return torch.empty_like(sources[0]), direction.new_empty(shape), direction.new_empty(shape)
 
 
-@torch.library.custom_op("megatron_residuals::attnres_read_backward", mutates_args=())
+@torch.library.custom_op(
+    "megatron_residuals::attnres_read_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor[] sources, Tensor direction, Tensor dots, Tensor inverse_rms)"
+    " -> Tensor[]",
+)
 def attnres_read_backward(
     gradient: Tensor, sources: list[Tensor], direction: Tensor, dots: Tensor, inverse_rms: Tensor
 ) -> list[Tensor]:
@@ -65,7 +75,11 @@ def _read_backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
 attnres_read.register_autograd(_read_backward, setup_context=_keep_read)
 
 
-@torch.library.custom_op("megatron_residuals::attnres_closed", mutates_args=())
+@torch.library.custom_op(
+    "megatron_residuals::attnres_closed",
+    mutates_args=(),
+    schema="(Tensor[] sources, Tensor directions, float eps) -> Tensor[]",
+)
 def attnres_closed(sources: list[Tensor], directions: Tensor, eps: float) -> list[Tensor]:
     """First phase: values [T, d] of S readers, log_sums [S, T]; dots [S, m, T], 1 / rms [m, T]."""
     found = launches.closed_forward(sources, directions, eps)
@@ -80,7 +94,12 @@ def _(sources: list[Tensor], directions: Tensor, eps: float) -> list[Tensor]:
     return [*values, *[directions.new_empty(shape) for shape in shapes]]
 
 
-@torch.library.custom_op("megatron_residuals::attnres_closed_backward", mutates_args=())
+@torch.library.custom_op(
+    "megatron_residuals::attnres_closed_backward",
+    mutates_args=(),
+    schema="(Tensor[] gradients, Tensor d_log_sums, Tensor[] sources, Tensor directions, "
+    "Tensor dots, Tensor inverse_rms) -> Tensor[]",
+)
 def attnres_closed_backward(
     gradients: list[Tensor],
     d_log_sums: Tensor,

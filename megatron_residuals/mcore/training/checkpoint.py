@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import CONVERT_BLOCK_LENGTH
@@ -30,6 +31,7 @@ from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,
     Setting,
+    as_record,
     compare_settings,
     settings_of,
 )
@@ -139,20 +141,36 @@ def read_settings(directory: str | Path, key: str | None = None) -> dict[str, Se
     Returns:
         The record, or None if the checkpoint has none: its model has the stock residual.
     """
-    records = _stored_records(directory)
+    records = _stored_records(directory, _metadata_of(directory))
     return next(iter(records.values()), None) if key is None else records.get(key)
 
 
-def _stored_records(directory: str | Path) -> dict[str, dict[str, Setting]]:
-    """Every record of a ``torch_dist`` checkpoint by its key, of which there is one a model."""
+def _metadata_of(directory: str | Path) -> Metadata:
+    return FileSystemReader(str(directory)).read_metadata()
+
+
+def _stored_records(directory: str | Path, metadata: Metadata) -> dict[str, dict[str, Setting]]:
+    """Every record of a ``torch_dist`` checkpoint by its key, of which there is one a model.
+
+    Raises:
+        ValueError: the file of a record ends before it.
+    """
     records = {}
-    for index, place in FileSystemReader(str(directory)).read_metadata().storage_data.items():
+    for index, place in metadata.storage_data.items():
         name = index.fqn.partition("/")[0]
         if name.endswith(ENTRY):
-            with Path(directory, place.relative_path).open("rb") as file:
+            path = Path(directory, place.relative_path)
+            with path.open("rb") as file:
                 file.seek(place.offset)
-                (record,) = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
-            records[name] = dict(record)
+                stored = file.read(place.length)
+            if len(stored) < place.length:
+                raise ValueError(
+                    f"{path} is cut off: .metadata names a record that ends at byte "
+                    f"{place.offset + place.length}, the file has {path.stat().st_size}; load an "
+                    "earlier iteration (--ckpt-step)"
+                )
+            (record,) = torch.load(io.BytesIO(stored), weights_only=True)
+            records[name] = as_record(record, directory)
     return records
 
 
@@ -168,7 +186,9 @@ def checked_load(stock: Callable[..., Any]) -> Callable[..., Any]:
         if Path(checkpoint_dir, ".metadata").is_file():
             wanted = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedBase)]
             given = {value.key: value.data for value in wanted if value.key.endswith(ENTRY)}
-            saved = _stored_records(checkpoint_dir)
+            metadata = _metadata_of(checkpoint_dir)
+            saved = _stored_records(checkpoint_dir, metadata)
+            _warn_of_other_padding(wanted, metadata)
             for key, settings in given.items():
                 check_settings(saved.get(key), settings)
                 _announce_conversion(saved.get(key), settings)
@@ -192,9 +212,37 @@ def refuse_mechanism(_: Any, state_dict: Mapping[str, Any], prefix: str, *__: An
 
 def _announce_conversion(saved: Mapping[str, Setting] | None, given: Mapping[str, Setting]) -> None:
     before, after = (saved or given).get(BLOCK_LENGTH), given.get(BLOCK_LENGTH)
-    if before != after and (not dist.is_initialized() or dist.get_rank() == 0):
-        print(
-            f"megatron_residuals: AttnRes blocks of {before} sublayers become blocks of {after}; "
-            "all weights are taken over",
-            flush=True,
+    if before != after:
+        _say(
+            f"AttnRes blocks of {before} sublayers become blocks of {after}; all weights are taken "
+            "over"
         )
+
+
+def _warn_of_other_padding(wanted: Sequence[ShardedBase], metadata: Metadata) -> None:
+    """Say that a vocabulary is padded to another number of rows, which the host loads in silence.
+
+    The host pads it to a multiple of TP and ``--make-vocab-size-divisible-by``. Rows that the
+    checkpoint lacks become zero, and all rows are in the denominator of the loss.
+    """
+    for tensor in wanted:
+        stored = metadata.state_dict_metadata.get(tensor.key)
+        if not isinstance(tensor, ShardedTensor) or not tensor.allow_shape_mismatch:
+            continue
+        if stored is None or "optimizer" in tensor.key or stored.size[0] == tensor.global_shape[0]:
+            continue
+        before, after, tp = stored.size[0], tensor.global_shape[0], tensor.axis_fragmentations[0]
+        advice = f"no padding keeps it with TP {tp}"
+        if before % tp == 0:
+            advice = f"--make-vocab-size-divisible-by {before // tp} keeps it"
+        _say(
+            f"warning: {tensor.key} has {before} rows in the checkpoint and {after} in this model, "
+            "whose vocabulary is padded for another tensor-parallel size; rows of padding are part "
+            f"of the softmax, so the loss is another: {advice}"
+        )
+        return
+
+
+def _say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"megatron_residuals: {text}", flush=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_residuals._version import __version__
 from megatron_residuals.mcore import install
 from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.mcore.support import host_warnings
 from megatron_residuals.mcore.training.optimizer import check_multipliers_are_heard
 from megatron_residuals.planner.memory import MemoryPlan
 from megatron_residuals.planner.sizes import ModelSizes
@@ -35,6 +36,8 @@ def announce(route: Route, runner: StageRunner, config: Any) -> None:
     check_multipliers_are_heard(install.OPTIMIZER.state != "stock")
     if len(route.blocks) > 1 or (dist.is_initialized() and dist.get_rank() != 0):
         return
+    for warning in host_warnings(config):
+        logger.warning("megatron_residuals: %s", warning)
     text = f"{install.report()}\n{model_report(route, runner, config)}"
     if global_args() is not None:
         print(text, flush=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, Place, Reading, Setting
-from megatron_residuals.mechanisms.options import option
+from megatron_residuals.mechanisms.options import option, options_of
 from megatron_residuals.mechanisms.sources.metrics import SOURCES
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
@@ -53,6 +53,13 @@ class Sources(Mechanism):
         from megatron_residuals.modules import SourceState
 
         return SourceState((), embedding)
+
+    def options_in(self, record: Mapping[str, Setting]) -> dict[str, Setting]:
+        """The record says a block length also where it is no option."""
+        options = super().options_in(record)
+        if BLOCK_LENGTH not in {each.name for each in options_of(self.options)}:
+            options.pop(BLOCK_LENGTH, None)
+        return options
 
     def head_numbers(self, config: ResidualConfig, reading: Reading) -> int | None:
         """None beside the sources."""

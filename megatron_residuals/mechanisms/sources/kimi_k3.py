@@ -17,11 +17,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.depth import raise_faults
-from megatron_residuals.interchange.names import head_key, sublayer_key
-from megatron_residuals.mechanisms.streams.deepseek_v4 import check_shapes
+from megatron_residuals.interchange.names import head_key, shape_faults, sublayer_key
+from megatron_residuals.settings import BLOCK_LENGTH, Setting
+from megatron_residuals.text import raise_faults
 
 NAME = "kimi-k3"
+MODEL_TYPES = ("kimi_k3", "kimi_linear")  # the whole model, and its language model alone
+SAID: dict[str, Setting] = {}
+SETTINGS = {"attn_res_block_size": (BLOCK_LENGTH, 2), "rms_norm_eps": ("attnres_eps", 1.0)}
 PREFIX = "language_model.model."
 SUBLAYERS = ("self_attention", "mlp")
 _LAYER = re.compile(
@@ -46,6 +49,14 @@ def block_layers(config: ResidualConfig, num_layers: int) -> int:
             "which counts whole layers (2 sublayers each)"
         )
     return sublayers // 2
+
+
+def public_config(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
+    """The options under the names of Kimi-K3's configuration."""
+    return {
+        "attn_res_block_size": block_layers(config, num_layers),
+        "rms_norm_eps": config.attnres_eps,
+    }
 
 
 def export_parameters(
@@ -89,7 +100,8 @@ def import_parameters(
     wanted: dict[str, tuple[int, ...]] = {}
     for start in starts:
         wanted |= {start + "query": (1, hidden_size), start + "key_gain": (hidden_size,)}
-    raise_faults(NAME, check_shapes(found, wanted))
+    there = {name: tensor.shape for name, tensor in found.items()}
+    raise_faults(NAME, shape_faults(there, wanted))
     return {key: found[key].squeeze(0) if key.endswith("query") else found[key] for key in wanted}
 
 

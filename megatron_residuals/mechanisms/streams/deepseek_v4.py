@@ -23,10 +23,20 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.depth import raise_faults
-from megatron_residuals.interchange.names import head_key, sublayer_key
+from megatron_residuals.interchange.names import head_key, shape_faults, sublayer_key
+from megatron_residuals.mechanisms.base import Setting
+from megatron_residuals.text import raise_faults
 
 NAME = "deepseek-v4"
+# V4.1 has other layers under the same names: it reads with the weights of the sublayer before.
+MODEL_TYPES = ("deepseek_v4",)
+SAID = {"mhc_convention": "dsv4"}  # by the names alone
+SETTINGS = {  # in a released configuration: our name, and how many of ours one of theirs is
+    "hc_mult": ("streams", 1),
+    "hc_sinkhorn_iters": ("mhc_sinkhorn_iterations", 1),
+    "hc_eps": ("mhc_eps", 1.0),
+    "rms_norm_eps": ("mhc_eps", 1.0),  # of the norm in front of the coefficients
+}
 SUBLAYERS = ("attn", "ffn")
 _ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
 _HEAD = {"fn": "head_weight", "base": "head_bias", "scale": "head_scale"}
@@ -34,6 +44,16 @@ _HEAD = {"fn": "head_weight", "base": "head_bias", "scale": "head_scale"}
 _PUBLISHED = re.compile(r"^(?:model\.)?layers\.(\d+)\.hc_(attn|ffn)_(fn|base|scale)$")
 _MODULE = re.compile(r"^(?:model\.)?layers\.(\d+)\.(attn|ffn)_hc\.(fn|base|scale)$")
 _PUBLISHED_HEAD = re.compile(r"^(?:model\.)?(?:hc_head\.hc_|hc_head_)(fn|base|scale)$")
+
+
+def public_config(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
+    """The options under the names of DeepSeek-V4's configuration."""
+    return {
+        "hc_mult": config.streams,
+        "hc_sinkhorn_iters": config.mhc_sinkhorn_iterations,
+        "hc_eps": config.resolved_mhc_eps,
+        "rms_norm_eps": config.resolved_mhc_eps,
+    }
 
 
 def export_parameters(
@@ -130,7 +150,8 @@ def import_parameters(
     }
     wanted |= {f"hc_head_{name}": shape for name, shape in head_shapes.items()}
     found = _renamed(tensors)
-    raise_faults(NAME, check_shapes(found, wanted))
+    there = {name: tensor.shape for name, tensor in found.items()}
+    raise_faults(NAME, shape_faults(there, wanted))
     parameters = dict(_imported(found, config, num_layers))
     if config.resolved_contraction == "learned":
         parameters |= {head_key(name): found[f"hc_head_{ours}"] for ours, name in _HEAD.items()}
@@ -152,18 +173,6 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif (match := _PUBLISHED_HEAD.match(name)) is not None:
             found[f"hc_head_{match[1]}"] = tensor.float()
     return found
-
-
-def check_shapes(found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """A line for every parameter that is missing, too many, or of another shape; at most eight."""
-    faults = [f"{name} is missing." for name in wanted if name not in found]
-    faults += [f"{name} is not of this model (more layers?)." for name in found.keys() - wanted]
-    faults += [
-        f"{name} has shape {list(found[name].shape)}; this model's is {list(shape)}."
-        for name, shape in wanted.items()
-        if name in found and tuple(found[name].shape) != shape
-    ]
-    return faults if len(faults) <= 8 else [*faults[:8], f"and {len(faults) - 8} more."]
 
 
 def _imported(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.pipeline.schedule import Pass, forward_order
+from megatron_residuals.pipeline.schedule import Pass, schedule, warm_up
 from megatron_residuals.planner.simulate.steps import (
     BACKWARD,
     FORWARD,
@@ -70,28 +70,22 @@ class _Writer:
         self.program: Program = []
         self._layout, self._rank = layout, rank
         self._overlap, self._waits_for_sends = overlap, waits_for_sends
-        ranks, chunks = layout.num_ranks, layout.num_chunks
-        self._table = forward_order(num_microbatches, chunks, group_size)
-        warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * group_size
-        self._warm_up = min(warm_up, len(self._table))
+        self._passes: dict[str, list[Pass]] = {FORWARD: [], BACKWARD: []}
+        for each in schedule(layout, rank, num_microbatches, group_size):
+            self._passes[FORWARD if each.forward else BACKWARD].append(each)
+        self._total = len(self._passes[FORWARD])
+        self._warm_up = min(warm_up(layout, rank, group_size), self._total)
         self._due: dict[str, deque[Message]] = {FORWARD: deque(), BACKWARD: deque()}
         self._sending: dict[str, Message | None] = {FORWARD: None, BACKWARD: None}
 
     # which messages
 
-    def _at(self, k: int, direction: str) -> tuple[int, int]:
-        """Micro-batch and stage of the k-th pass in a direction."""
-        micro_batch, chunk = self._table[k]
-        if direction == BACKWARD:
-            chunk = self._layout.num_chunks - 1 - chunk
-        return micro_batch, self._layout.stage(self._rank, chunk)
-
     def _input(self, k: int, direction: str) -> Message | None:
-        micro_batch, stage = self._at(k, direction)
+        _, micro_batch, stage = self._passes[direction][k]
         return self._message(direction, stage if direction == FORWARD else stage + 1, micro_batch)
 
     def _output(self, k: int, direction: str) -> Message | None:
-        micro_batch, stage = self._at(k, direction)
+        _, micro_batch, stage = self._passes[direction][k]
         return self._message(direction, stage + 1 if direction == FORWARD else stage, micro_batch)
 
     def _message(self, direction: str, boundary: int, micro_batch: int) -> Message | None:
@@ -104,11 +98,11 @@ class _Writer:
     def _arriving(self, k: int, direction: str) -> Message | None:
         """What is received in the call behind the k-th pass."""
         if not self._leads(direction):
-            return self._input(k + 1, direction) if k + 1 < len(self._table) else None
+            return self._input(k + 1, direction) if k + 1 < self._total else None
         behind = k - (self._layout.num_ranks - 1)
         if behind < 0:
             return None
-        micro_batch, stage = self._at(behind, direction)
+        _, micro_batch, stage = self._passes[direction][behind]
         last = self._layout.num_chunks - 1 if direction == FORWARD else 0
         if self._layout.chunk(stage) == last:
             return None
@@ -120,7 +114,7 @@ class _Writer:
     # what is written
 
     def _pass(self, k: int, direction: str) -> None:
-        self.program.append(Pass(direction == FORWARD, *self._at(k, direction)))
+        self.program.append(self._passes[direction][k])
 
     def _call(self, *pairs: tuple[Message | None, Message | None], blocking: bool) -> None:
         """One call with a send and a receive per direction, forward first."""
@@ -160,7 +154,7 @@ class _Writer:
         for k in range(self._warm_up):
             if early and k:
                 self._wait_for_input(k, FORWARD)
-            arriving = self._arriving(k, FORWARD) if k + 1 < len(self._table) else None
+            arriving = self._arriving(k, FORWARD) if k + 1 < self._total else None
             if early and not self._leads(FORWARD):
                 self._call((None, arriving), blocking=False)
                 arriving = None
@@ -176,12 +170,12 @@ class _Writer:
                 self._start(BACKWARD, None, self._input(0, BACKWARD))
 
     def _is_last_before_steady(self, k: int) -> bool:
-        return k == self._warm_up - 1 and self._warm_up < len(self._table)
+        return k == self._warm_up - 1 and self._warm_up < self._total
 
     def steady(self) -> None:
         """One forward and one backward by turns."""
-        for b, k in enumerate(range(self._warm_up, len(self._table))):
-            is_last = k == len(self._table) - 1
+        for b, k in enumerate(range(self._warm_up, self._total)):
+            is_last = k == self._total - 1
             ahead = None if is_last else self._arriving(k, FORWARD)
             if self._overlap == "off":
                 self._pass(k, FORWARD)
@@ -201,7 +195,7 @@ class _Writer:
 
     def cool_down(self) -> None:
         """The backwards that are left."""
-        total, steady = len(self._table), len(self._table) - self._warm_up
+        total, steady = self._total, self._total - self._warm_up
         early = self._overlap == "all"
         if not steady:
             self._call((None, self._input(0, BACKWARD)), blocking=True)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.pipeline.schedule import Pass
+from megatron_residuals.pipeline.schedule import Pass, warm_up
 from megatron_residuals.planner.simulate.steps import (
     BACKWARD,
     FORWARD,
@@ -27,8 +27,8 @@ def one_f_one_b(layout: StageLayout, rank: int, num_microbatches: int) -> Progra
     rank alone is its `forward_backward_no_pipelining`.
     """
     program: Program = []
-    warm_up = min(layout.num_ranks - rank - 1, num_microbatches)
-    steady = num_microbatches - warm_up
+    ahead = min(warm_up(layout, rank, 1), num_microbatches)
+    steady = num_microbatches - ahead
 
     def call(*messages: tuple[str, str, int]) -> None:
         found: dict[str, list[Message]] = {"send": [], "receive": []}
@@ -40,17 +40,17 @@ def one_f_one_b(layout: StageLayout, rank: int, num_microbatches: int) -> Progra
         if found["send"] or found["receive"]:
             program.append(Call(tuple(found["send"]), tuple(found["receive"]), True))
 
-    for m in range(warm_up):
+    for m in range(ahead):
         call(("receive", FORWARD, m))
         program.append(Pass(True, m, rank))
         call(("send", FORWARD, m))
     if steady:
-        call(("receive", FORWARD, warm_up))
+        call(("receive", FORWARD, ahead))
     for m in range(steady):
-        program.append(Pass(True, m + warm_up, rank))
-        call(("send", FORWARD, m + warm_up), ("receive", BACKWARD, m))
+        program.append(Pass(True, m + ahead, rank))
+        call(("send", FORWARD, m + ahead), ("receive", BACKWARD, m))
         program.append(Pass(False, m, rank))
-        more = [("receive", FORWARD, m + warm_up + 1)] if m < steady - 1 else []
+        more = [("receive", FORWARD, m + ahead + 1)] if m < steady - 1 else []
         call(("send", BACKWARD, m), *more)
     for m in range(steady, num_microbatches):
         call(("receive", BACKWARD, m))

@@ -192,3 +192,19 @@ def test_operators_keep_what_they_promise_to_compilers(monkeypatch: pytest.Monke
         (attnres_operators.attnres_merge, (first, log_sum, direction, partial, None, EPS)),
     ):
         torch.library.opcheck(operator, arguments)
+
+
+@every_path
+@pytest.mark.parametrize("size", [1e18, 1e20])
+def test_sources_with_squares_beyond_float32_are_read_as_by_plain_pytorch(
+    path: str, size: float
+) -> None:
+    block = Block.random(2, 2, torch.float32, 2, d=40)
+    with torch.no_grad():
+        for source in block.sources:
+            source *= size
+    for mine, other in zip(
+        *(PATHS[path](block, backend=b) for b in ("triton", "torch")), strict=True
+    ):
+        torch.testing.assert_close(mine / size, other / size, rtol=1e-5, atol=1e-5)
+        assert mine.isfinite().all()

@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_residuals.mcore.training.checkpoint import convert_block_length, read_settings
@@ -20,12 +25,14 @@ from tests.mcore.training.saving import (
     PLAIN,
     State,
     load_into,
+    quiet,
     save_from,
     start,
     train,
 )
 
 ONE = ToyGPT(num_layers=2, hidden_size=16, seq_length=8)
+TWO = dataclasses.replace(ONE, tp=2)
 PIPELINE = dataclasses.replace(ONE, pp=2, vpp=2, num_layers=4)
 PAPER = "mhc(streams=2, mhc_eps=1e-6)"
 
@@ -185,6 +192,38 @@ def test_blocks_of_another_length_take_all_weights_over_when_asked(
         assert weights.keys() == same.keys()
         assert all(torch.equal(weights[name], same[name]) for name in same)
         assert other_losses != losses
+
+
+def loaded_weights(toy: ToyGPT, folder: Path) -> str:
+    """What is said while the weights of a checkpoint are read into a model."""
+    state = {"model": start(toy, PAPER, PLAIN).chunks[0].sharded_state_dict()}
+    with quiet(), contextlib.redirect_stdout(io.StringIO()) as said:
+        dist_checkpointing.load(state, str(folder))
+    return said.getvalue()
+
+
+def test_a_vocabulary_that_is_padded_otherwise_is_pointed_out(
+    saved: dict[str | None, Path],
+) -> None:
+    # With another TP the host pads to other rows and loads them in silence: another first loss.
+    def run() -> list[str]:
+        toys = [dataclasses.replace(TWO, vocab_size=size) for size in (64, 96)]
+        return [loaded_weights(toy, saved[PAPER]) for toy in toys]
+
+    (same, other), (_, elsewhere) = run_ranks(2, run)
+    assert same == elsewhere == ""
+    assert "warning: embedding.word_embeddings.weight has 64 rows in the checkpoint and 96" in other
+    assert "--make-vocab-size-divisible-by 32 keeps it" in other and other.count("\n") == 1
+
+
+def test_a_file_that_is_cut_off_is_named(saved: dict[str | None, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(saved[PAPER], tmp_path / "cut")
+    places = FileSystemReader(folder).read_metadata().storage_data
+    (place,) = (p for index, p in places.items() if "residual_settings" in index.fqn)
+    file = folder / place.relative_path
+    os.truncate(file, place.offset + place.length - 1)
+    with pytest.raises(ValueError, match=rf"{file} is cut off: .*; load an earlier iteration"):
+        read_settings(folder)
 
 
 def test_a_plain_state_dict_is_compared_too() -> None:
