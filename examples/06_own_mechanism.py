@@ -28,6 +28,7 @@ from megatron_residuals.mechanisms import Place, option
 from megatron_residuals.mechanisms.sources import Sources
 from megatron_residuals.mechanisms.sources.module import SourceResidual
 from megatron_residuals.modules import ResidualHead, SourceState
+from megatron_residuals.modules.base import Float32Module
 
 
 @dataclass(frozen=True)
@@ -39,47 +40,41 @@ class Options:
     )
 
 
-class Weights(nn.Module):
-    """x = sum_j w_j s_j (DenseFormer, arXiv 2402.02622), over outputs of single sublayers."""
+class Weights(Float32Module):
+    """x = sum_j w_j s_j (DenseFormer, arXiv 2402.02622), over outputs of single sublayers.
 
-    weights: nn.Parameter
+    A weight for each source there will ever be, of which a reader uses the first: parameters have
+    one shape in every layer, so that checkpoints stack them.
+    """
 
-    def average(self, sources: tuple[Tensor, ...]) -> Tensor:
-        """sources m x [..., d] -> [..., d]"""
-        weights = self.weights.unbind()
-        return functools.reduce(operator.add, map(operator.mul, sources, weights))
+    def __init__(self, config: ResidualConfig, place: Place) -> None:
+        super().__init__()
+        self.initial, depth = config.weight_init, place.depth
+        self.opens_block = place.sublayer < depth.num_sublayers  # every output is a source
+        self.newest = depth.num_read(place.sublayer) - 1
+        self.weights = nn.Parameter(torch.empty(depth.num_blocks + 1, device=place.device))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The same weight for all."""
         nn.init.constant_(self.weights, self.initial)
 
+    def attend(self, sources: tuple[Tensor, ...]) -> Tensor:
+        """sources m x [..., d] -> [..., d]"""
+        weights = self.weights.unbind()
+        return functools.reduce(operator.add, map(operator.mul, sources, weights))
+
 
 class WeightedRead(Weights, SourceResidual):
-    """The read in front of one sublayer."""
-
-    def __init__(self, num_sources: int, initial: float, opens_block: bool, device: Any) -> None:
-        super().__init__()
-        self.initial, self.opens_block = initial, opens_block
-        self.weights = nn.Parameter(torch.empty(num_sources, device=device))
-        self.reset_parameters()
-
-    def attend(self, sources: tuple[Tensor, ...]) -> Tensor:
-        """What the sublayer reads."""
-        return self.average(sources)
+    """The read in front of one sublayer; writing is that of all mechanisms with sources."""
 
 
 class WeightedHead(Weights, ResidualHead[SourceState]):
     """The read in front of the final norm."""
 
-    def __init__(self, num_sources: int, initial: float, device: Any) -> None:
-        super().__init__()
-        self.initial = initial
-        self.weights = nn.Parameter(torch.empty(num_sources, device=device))
-        self.reset_parameters()
-
     def close(self, state: SourceState) -> Tensor:
         """The hidden state."""
-        return self.average(state.visible)
+        return self.attend(state.visible)
 
 
 class WeightProbe(Probe):
@@ -88,7 +83,7 @@ class WeightProbe(Probe):
     def parameters(self, module: Any) -> Looked:
         """One number each, under the names of the metrics below."""
         weights = module.weights.detach()
-        return {"embedding_weight": weights[0], "newest_weight": weights[-1]}
+        return {"embedding_weight": weights[0], "newest_weight": weights[module.newest]}
 
 
 class DenseFormer(Sources):
@@ -102,15 +97,12 @@ class DenseFormer(Sources):
     )
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> WeightedRead:
-        """One weight for each source that the sublayer reads."""
-        depth = place.depth
-        num_sources, opens = depth.num_read(place.sublayer), depth.opens_block(place.sublayer)
-        return WeightedRead(num_sources, config.weight_init, opens, place.device)
+        """The module of a sublayer."""
+        return WeightedRead(config, place)
 
     def build_head(self, config: ResidualConfig, place: Place) -> WeightedHead:
-        """One weight for each source of all."""
-        num_sources = place.depth.num_read(place.depth.num_sublayers)
-        return WeightedHead(num_sources, config.weight_init, place.device)
+        """The module behind the last one."""
+        return WeightedHead(config, place)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> Probe:
         """Its figures."""

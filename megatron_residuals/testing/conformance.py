@@ -137,6 +137,15 @@ def check_parameters(config: ResidualConfig) -> Outcome:
             f"{', '.join(unused)} take no part in a step; data parallelism that "
             "overlaps the reduction of gradients would wait for them"
         )
+    shapes = [
+        {name: tuple(parameter.shape) for name, parameter in residual.named_parameters()}
+        for residual in out.residuals
+    ]
+    if any(of_one != shapes[0] for of_one in shapes):
+        raise AssertionError(
+            "parameters have other names or shapes in some sublayers; checkpoints stack them over "
+            "the layers: give all the largest shape, and use the front of it"
+        )
     added = sum(p.numel() for name, p in out.named_parameters() if name != "weights")
     return Outcome("ok", "parameters", f"{added} in {out.num_sublayers} sublayers of {HIDDEN}")
 

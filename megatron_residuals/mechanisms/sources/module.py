@@ -67,9 +67,7 @@ class SourceResidual(SublayerResidual[SourceState, SourceState]):
     block as the running source; only then is that sum closed and a fresh one started.
     """
 
-    def __init__(self, *, opens_block: bool = False) -> None:
-        super().__init__()
-        self.opens_block = opens_block
+    opens_block: bool = False
 
     def attend(self, sources: tuple[Tensor, ...]) -> Tensor:
         """x [..., d] from the finished sources [..., d] each, the running sum last."""
