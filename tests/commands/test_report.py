@@ -26,6 +26,7 @@ from megatron_residuals.diagnostics import journal, page, panels
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.heatmap import draw_heatmap
 from megatron_residuals.diagnostics.records import Record
+from megatron_residuals.mechanisms import MHC
 from megatron_residuals.pipeline.plan import StageLayout, TransferPlan
 
 LAYERS, STAGES = 3, 2
@@ -153,7 +154,7 @@ def test_gains_that_are_one_up_to_rounding_are_drawn_as_a_level_line(tmp_path: P
     writer = journal.JournalWriter(write_run(tmp_path, "mhc", ()))
     series = {"mhc/composite_forward": [1 - 1e-7, 1, 1, 1 + 1e-7, 1, 1]}
     writer.write("step", dataclasses.asdict(Record(1, series)))
-    forward, *_ = page._of_streams(journal.read(tmp_path), "mhc")
+    forward, *_ = MHC.panels(journal.read(tmp_path))
     low, high = axes_after(forward.draw).get_ylim()
     assert high - low > 0.1
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_residuals.functional import depth_weights
-from megatron_residuals.modules import depth_attention
+from megatron_residuals.mechanisms.sources import module as depth_attention
 from megatron_residuals.testing import assert_close, run_ranks
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import (
