@@ -172,6 +172,7 @@ OF_MHC: tuple[Metric, ...] = (
         low=-5.0,
         high=5.0,
         advice="large factors make coefficients jump from token to token: see *_saturated",
+        per="step",
     ),
     Metric(
         "alpha_post",
@@ -181,6 +182,7 @@ OF_MHC: tuple[Metric, ...] = (
         low=-5.0,
         high=5.0,
         advice="as alpha_pre",
+        per="step",
     ),
     Metric(
         "alpha_res",
@@ -190,6 +192,7 @@ OF_MHC: tuple[Metric, ...] = (
         low=-5.0,
         high=5.0,
         advice="as alpha_pre; see column_error",
+        per="step",
     ),
 )
 
@@ -202,6 +205,7 @@ OF_HC: tuple[Metric, ...] = (
         low=-1.0,
         high=1.0,
         advice="the mixing is no longer near its static part: watch composite_forward",
+        per="step",
     ),
     Metric(
         "scale_beta",
@@ -211,5 +215,6 @@ OF_HC: tuple[Metric, ...] = (
         low=-1.0,
         high=1.0,
         advice="as scale_alpha",
+        per="step",
     ),
 )

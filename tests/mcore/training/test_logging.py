@@ -240,10 +240,9 @@ def plan_of(toy: ToyGPT, text: str) -> TransferPlan:
 
 
 def hooks_of(chunk: Any) -> int:
-    """Hooks and replaced methods that we have on a chunk now."""
-    modules = list(chunk.modules())
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
-    return hooks + sum("write" in vars(m) for m in modules)
+    """Hooks that we have on a chunk now, and whether its steps are watched."""
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in chunk.modules())
+    return hooks + (chunk.decoder.runner.watch is not None)
 
 
 def hooks_over_steps(toy: ToyGPT, text: str) -> tuple[list[int], list[int], list[int]]:
