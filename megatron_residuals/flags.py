@@ -223,8 +223,13 @@ def refuse_misspelt(words: Sequence[str]) -> None:
         raise ValueError(f"there is no flag {', '.join(faults)}; --help lists them")
 
 
-HYBRID_FLAGS = ("--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model")
-HYBRID_FLAGS += ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
+HYBRID_FLAGS = (
+    "--hybrid-layer-pattern",
+    "--hybrid-override-pattern",
+    "--is-hybrid-model",
+    "--hybrid-attention-ratio",
+    "--hybrid-mlp-ratio",
+)
 # What a script that trains another model than a GPT imports of Megatron.
 OTHER_MODELS = {
     "hybrid_builders": "hybrid",
@@ -278,9 +283,3 @@ def _imports(script: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
-
-
-def one_line(error: ValueError) -> str:
-    """The message of an error without its line breaks, for launchers that mix the ranks' lines."""
-    heading, *faults = str(error).split("\n  - ")
-    return " ".join([heading, "; ".join(faults)]).rstrip()

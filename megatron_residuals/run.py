@@ -21,11 +21,11 @@ from megatron_residuals.flags import (
     FROM_FLAGS,
     SPECS,
     add_residual_arguments,
-    one_line,
     refuse_misspelt,
     refuse_other_models,
     residual_of,
 )
+from megatron_residuals.text import one_line
 
 EXAMPLE = """\
 example:
@@ -78,6 +78,9 @@ def _split(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("script", metavar="SCRIPT", help="the Megatron script")
     parser.add_argument("script_argv", metavar="ARGS", nargs=argparse.REMAINDER)
+    first = next((word for word in argv if word != "--cpu-host"), "")
+    if first.startswith("-") and first not in ("-h", "--help"):
+        parser.error(f"{first} stands where SCRIPT is expected; arguments of the script follow it")
     options = parser.parse_args(argv)
     if not Path(options.script).is_file():
         parser.error(f"{options.script} is not a file; give the path of a Megatron script")

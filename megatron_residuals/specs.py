@@ -14,16 +14,11 @@ import sys
 from typing import TypeVar
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.flags import (
-    SPECS,
-    named_outside,
-    one_line,
-    refuse_other_models,
-    residual_of,
-)
+from megatron_residuals.flags import SPECS, named_outside, refuse_other_models, residual_of
 from megatron_residuals.mcore.arguments import config_from_global_args
 from megatron_residuals.mcore.install import install
 from megatron_residuals.mcore.spec import DeferredSpec, replace_residual
+from megatron_residuals.text import one_line
 
 SpecT = TypeVar("SpecT")
 

@@ -14,6 +14,12 @@ def fault_list(heading: str, faults: Iterable[str]) -> str:
     return "\n".join([f"{heading}:", *(f"  - {fault}" for fault in faults)])
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error, a ``fault_list`` too, for launchers that mix the lines of ranks."""
+    heading, *faults = str(error).split("\n  - ")
+    return " ".join([heading, "; ".join(faults)]).rstrip()
+
+
 def raise_faults(subject: str, faults: Sequence[str]) -> None:
     """Raise ValueError with every fault found in ``subject``; do nothing when there is none."""
     if len(faults) == 1:

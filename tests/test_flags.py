@@ -119,6 +119,17 @@ for words in json.load(sys.stdin):
 """
 
 
+@pytest.mark.parametrize("front", ["--residual", "--cpu-hots"])
+def test_arguments_in_front_of_the_script_are_sent_behind_it(
+    front: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # "unrecognized arguments: --residual", of a flag that there is
+    with pytest.raises(SystemExit):
+        run.main(["--cpu-host", front, "mhc", "pretrain_gpt.py"])
+    said = f"{front} stands where SCRIPT is expected; arguments of the script follow it"
+    assert said in capsys.readouterr().err
+
+
 def test_wrong_flags_are_found_before_any_heavy_import_and_said_in_one_line(tmp_path: Path) -> None:
     # These ended, after the imports of torch and Megatron, in hundreds of lines of usage, or in the
     # words of whatever failed first in the model.

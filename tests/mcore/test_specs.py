@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +63,27 @@ def test_a_spec_name_equals_the_same_spec_built_by_hand() -> None:
     by_name = run_toy(toy, import_module(["megatron_residuals.specs", "mhc"]))
     by_hand = run_toy(toy, residual_spec(get_gpt_layer_local_spec(), ResidualConfig("mhc")))
     assert by_name.losses == by_hand.losses
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("mch", "invalid residual configuration: mechanism is 'mch'; allowed: residual, hc"),
+        ("mhc --hybrid-layer-pattern M*-", "pretrain.py trains a hybrid model"),
+    ],
+)
+def test_a_spec_that_cannot_work_ends_the_script_in_one_line(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Without the runner: a wrong name was a KeyError of the host's, in a traceback on every rank.
+    command = ["pretrain.py", "--spec", "megatron_residuals.specs", *words.split()]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.delitem(sys.modules, "megatron_residuals.specs")
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("megatron_residuals.specs")
+    printed = capsys.readouterr().err
+    assert end.value.code == 2 and printed.count("\n") == 1
+    assert printed.startswith("megatron_residuals.specs: error: ") and said in printed
 
 
 def test_a_layer_spec_is_copied_and_the_users_own_stays_as_it_was() -> None:
