@@ -53,7 +53,7 @@ _INDEX_NAMES: dict[tuple[str, str], Any] = {
         planner.WriteItem,
         planner.WriteItemType,
         planner.TensorWriteData,
-        planner.BytesIOWriteData,
+        *([planner.BytesIOWriteData] if hasattr(planner, "BytesIOWriteData") else []),  # not in 2.6
     )
 }
 

@@ -17,7 +17,7 @@ from megatron_residuals.kernels.triton.common import POINTER_TYPES, AotCase, pow
 
 SOURCES, READERS = 9, 8
 HIDDEN_SIZES = (7168, 2880)
-COUNTS = ("size", "num_sources", "tokens", "per_program", "first", "count", "present")
+COUNTS = ("size", "num_sources", "tokens", "per_program", "first", "present")
 TABLES = ("p_table", "p_sources", "p_values", "p_gradients", "p_totals", "p_fresh")
 PLANES = ("p_x", "p_like", "p_gradient", "p_partial", "p_output", "p_total", "p_d_partial")
 

@@ -18,22 +18,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_residuals.kernels.triton.common import ceil_div
+
 SLOTS = 16  # of one launch
 ALIGNMENT = 16  # bytes
 
 
-@triton.jit(do_not_specialize=["first", "count", "present"])
+@triton.jit(do_not_specialize=["first", "present"])
 def address_kernel(
     p_table, p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
-    first, count, present,
+    first, present,
 ):  # fmt: skip
-    """table[first + i] = address of argument i < count; 0 where bit i of ``present`` is not set."""
+    """table[first + i] = address of argument i, or 0 where bit i of ``present`` is not set."""
     pointers = (
         p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9, p_10, p_11, p_12, p_13, p_14, p_15,
     )  # fmt: skip
     for i in tl.static_range(16):
         there = ((present >> i) & 1).to(tl.int64)
-        tl.store(p_table + first + i, pointers[i].to(tl.int64) * there, mask=i < count)
+        tl.store(p_table + first + i, pointers[i].to(tl.int64) * there)
 
 
 @triton.jit
@@ -55,14 +57,18 @@ def is_there(p_table, index):
 
 
 def addresses(tensors: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """The addresses of tensors of one dtype, 0 for None: int64 [m] on the device of ``like``."""
-    table = torch.empty(max(1, len(tensors)), dtype=torch.int64, device=like.device)
+    """The addresses of tensors of one dtype, 0 for None: int64 [m] on the device of ``like``.
+
+    Launches fill tables of whole SLOTS: Triton 3.2's interpreter takes a scalar False for no mask.
+    """
+    slots = max(1, ceil_div(len(tensors), SLOTS)) * SLOTS
+    table = torch.empty(slots, dtype=torch.int64, device=like.device)
     for first in range(0, len(tensors), SLOTS):
         part = tensors[first : first + SLOTS]
         padded = [like if each is None else each for each in part] + [like] * (SLOTS - len(part))
         present = sum(1 << i for i, each in enumerate(part) if each is not None)
-        address_kernel[(1,)](table, *padded, first, len(part), present, num_warps=1)
-    return table
+        address_kernel[(1,)](table, *padded, first, present, num_warps=1)
+    return table[: len(tensors)]
 
 
 def aligned(*tensors: Tensor | None) -> bool:

@@ -196,6 +196,7 @@ def test_operators_keep_what_they_promise_to_compilers(monkeypatch: pytest.Monke
 
 @every_path
 @pytest.mark.parametrize("size", [1e18, 1e20])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
 def test_sources_with_squares_beyond_float32_are_read_as_by_plain_pytorch(
     path: str, size: float
 ) -> None:
