@@ -9,11 +9,13 @@ from typing import Any, TypeAlias
 
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.metric import Metric
+from megatron_residuals.pipeline.layout import gpt_place
 
 Axes: TypeAlias = Any  # matplotlib.axes.Axes, imported where a figure is made
 
 MAX_CELLS_WITH_NUMBERS = 200
 MAX_TICKS = 24
+LABELS = ("attn", "MLP")
 TILES_ACROSS, TILES_DOWN = 3, 4
 
 
@@ -21,7 +23,8 @@ def sublayer_label(index: int, num_sublayers: int) -> str:
     """``3 attn``, ``3 MLP`` (layers from 0), or ``output`` for the read in front of the norm."""
     if index == num_sublayers:
         return "output"
-    return f"{index // 2} {('attn', 'MLP')[index % 2]}"
+    layer, position = gpt_place(index)
+    return f"{layer} {LABELS[position]}"
 
 
 def source_label(source: int, num_sources: int, num_sublayers: int) -> str:

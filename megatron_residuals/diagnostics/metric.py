@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from megatron_residuals.pipeline.layout import GPT_LAYER, gpt_place
+
 Axis: TypeAlias = Literal["sublayer", "reader", "hop", "rank", "stage", "run"]
 """What a metric has one value for: a sublayer (attention and MLP count one each), a reader (the
 sublayers and the head in front of the final norm), a hop between two pipeline stages, a pipeline
@@ -59,7 +61,8 @@ def place_name(axis: Axis, index: int, num_sublayers: int) -> str:
     if axis in ("sublayer", "reader"):
         if index == num_sublayers:
             return "output"
-        return f"layer_{index // 2}_{('attention', 'mlp')[index % 2]}"
+        layer, position = gpt_place(index)
+        return f"layer_{layer}_{GPT_LAYER[position]}"
     return f"{axis}_{index}"
 
 

@@ -17,8 +17,7 @@ from megatron_residuals.interchange.names import (
     sublayer_key,
 )
 from megatron_residuals.modules import build_head, build_sublayer_residual
-
-SUBLAYERS_PER_LAYER = 2
+from megatron_residuals.pipeline.layout import gpt_sublayers
 
 
 def initial_parameters(
@@ -30,7 +29,7 @@ def initial_parameters(
     """
     depth = config.depth_map(num_layers)
     parameters = {}
-    for sublayer in range(num_layers * SUBLAYERS_PER_LAYER):
+    for sublayer in gpt_sublayers(num_layers):
         module = build_sublayer_residual(config, depth, hidden_size=hidden_size, sublayer=sublayer)
         for name, parameter in module.named_parameters():
             parameters[sublayer_key(sublayer, name)] = parameter.detach()

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_residuals.pipeline.layout import gpt_place
 from megatron_residuals.text import count_faults, first_few, raise_faults
 
 PARTS = ("self_attention_residual", "mlp_residual")  # of one layer, in order
@@ -46,7 +47,8 @@ def is_of_residual(key: str) -> bool:
 
 def sublayer_key(sublayer: int, name: str) -> str:
     """Key of a parameter of the sublayer with a global index (0 = first attention)."""
-    return f"{DECODER}layers.{sublayer // 2}.{PARTS[sublayer % 2]}.{name}"
+    layer, position = gpt_place(sublayer)
+    return f"{DECODER}layers.{layer}.{PARTS[position]}.{name}"
 
 
 def head_key(name: str) -> str:

@@ -16,6 +16,7 @@ from megatron_residuals.config import ResidualConfig
 from megatron_residuals.files import json_object, read_text, written_beside
 from megatron_residuals.interchange import tensor_file
 from megatron_residuals.mechanisms import TABLE, mechanism_named
+from megatron_residuals.pipeline.layout import gpt_sublayers
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,
@@ -175,7 +176,7 @@ def _said(path: Path, layout: ModuleType, num_layers: int) -> dict[str, Setting]
         said |= _translated(_public_settings(beside), layout, faults)
         raise_faults(str(beside), faults)
     if BLOCK_LENGTH in said:  # a block is at most the whole model
-        said[BLOCK_LENGTH] = min(said[BLOCK_LENGTH], 2 * num_layers)
+        said[BLOCK_LENGTH] = min(said[BLOCK_LENGTH], len(gpt_sublayers(num_layers)))
     return said
 
 

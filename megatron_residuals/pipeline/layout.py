@@ -26,6 +26,17 @@ ATTENTION, MLP = "attention", "mlp"
 GPT_LAYER = (ATTENTION, MLP)
 """The kinds of a GPT layer's sublayers, in order: the only place that says what such a layer is."""
 
+
+def gpt_sublayers(num_layers: int) -> range:
+    """The sublayers of a model of GPT layers throughout."""
+    return range(num_layers * len(GPT_LAYER))
+
+
+def gpt_place(sublayer: int) -> tuple[int, int]:
+    """Of such a model: the layer of a sublayer, and its position in the layer."""
+    return divmod(sublayer, len(GPT_LAYER))
+
+
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _SINGLE = re.compile(r"(.)\*(\d+)")
 

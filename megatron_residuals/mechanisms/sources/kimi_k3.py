@@ -18,13 +18,17 @@ from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.interchange.names import head_key, shape_faults, sublayer_key
+from megatron_residuals.pipeline.layout import GPT_LAYER, gpt_place, gpt_sublayers
 from megatron_residuals.settings import BLOCK_LENGTH, Setting
 from megatron_residuals.text import raise_faults
 
 NAME = "kimi-k3"
 MODEL_TYPES = ("kimi_k3", "kimi_linear")  # the whole model, and its language model alone
 SAID: dict[str, Setting] = {}
-SETTINGS = {"attn_res_block_size": (BLOCK_LENGTH, 2), "rms_norm_eps": ("attnres_eps", 1.0)}
+SETTINGS = {
+    "attn_res_block_size": (BLOCK_LENGTH, len(GPT_LAYER)),
+    "rms_norm_eps": ("attnres_eps", 1.0),
+}
 PREFIX = "language_model.model."
 SUBLAYERS = ("self_attention", "mlp")
 _LAYER = re.compile(
@@ -43,12 +47,13 @@ def block_layers(config: ResidualConfig, num_layers: int) -> int:
     if depth is None:
         raise ValueError(f"{NAME}: the mechanism is {config.mechanism!r}; the names are AttnRes'.")
     sublayers = min(depth.block_sublayers, depth.num_sublayers)
-    if sublayers % 2:
+    layers, rest = gpt_place(sublayers)
+    if rest:
         raise ValueError(
             f"{NAME}: blocks of {sublayers} sublayer(s) cannot be said in Kimi-K3's configuration, "
             "which counts whole layers (2 sublayers each)"
         )
-    return sublayers // 2
+    return layers
 
 
 def public_config(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
@@ -69,8 +74,9 @@ def export_parameters(
     """
     block_layers(config, num_layers)
     tensors = {}
-    for sublayer in range(2 * num_layers):
-        start = f"{PREFIX}layers.{sublayer // 2}.{SUBLAYERS[sublayer % 2]}_res_"
+    for sublayer in gpt_sublayers(num_layers):
+        layer, position = gpt_place(sublayer)
+        start = f"{PREFIX}layers.{layer}.{SUBLAYERS[position]}_res_"
         query = parameters[sublayer_key(sublayer, "query")]
         tensors[start + "proj.weight"] = query.float().unsqueeze(0)
         tensors[start + "norm.weight"] = parameters[sublayer_key(sublayer, "key_gain")].float()
@@ -96,7 +102,7 @@ def import_parameters(
     """
     block_layers(config, num_layers)
     found = {_key(name): tensor.float() for name, tensor in tensors.items() if matches(name)}
-    starts = [sublayer_key(i, "") for i in range(2 * num_layers)] + [head_key("")]
+    starts = [sublayer_key(i, "") for i in gpt_sublayers(num_layers)] + [head_key("")]
     wanted: dict[str, tuple[int, ...]] = {}
     for start in starts:
         wanted |= {start + "query": (1, hidden_size), start + "key_gain": (hidden_size,)}
@@ -109,6 +115,6 @@ def _key(name: str) -> str:
     """Our key of a name that matches."""
     ours = {"proj": "query", "norm": "key_gain"}
     if (match := _LAYER.match(name)) is not None:
-        sublayer = 2 * int(match[1]) + SUBLAYERS.index(match[2])
+        sublayer = len(SUBLAYERS) * int(match[1]) + SUBLAYERS.index(match[2])
         return sublayer_key(sublayer, ours[match[3]])
     return head_key(ours[name.rsplit("_", 1)[-1].partition(".")[0]])

@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.interchange.names import head_key, shape_faults, sublayer_key
 from megatron_residuals.mechanisms.base import Setting
+from megatron_residuals.pipeline.layout import gpt_place, gpt_sublayers
 from megatron_residuals.text import raise_faults
 
 NAME = "deepseek-v4"
@@ -79,9 +80,10 @@ def export_parameters(
         faults.append("one stream with the weight one is no value of a sigmoid head.")
     raise_faults(NAME, faults)
     tensors = {}
-    for sublayer in range(2 * num_layers):
+    for sublayer in gpt_sublayers(num_layers):
+        layer, position = gpt_place(sublayer)
         for name, tensor in _sublayer(parameters, sublayer, config).items():
-            tensors[f"layers.{sublayer // 2}.hc_{SUBLAYERS[sublayer % 2]}_{name}"] = tensor
+            tensors[f"layers.{layer}.hc_{SUBLAYERS[position]}_{name}"] = tensor
     for name, tensor in _head(parameters, config).items():
         tensors[f"hc_head_{name}"] = tensor
     return tensors
@@ -178,8 +180,9 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _imported(
     found: Mapping[str, Tensor], config: ResidualConfig, num_layers: int
 ) -> Iterator[tuple[str, Tensor]]:
-    for sublayer in range(2 * num_layers):
-        start = f"layers.{sublayer // 2}.hc_{SUBLAYERS[sublayer % 2]}_"
+    for sublayer in gpt_sublayers(num_layers):
+        layer, position = gpt_place(sublayer)
+        start = f"layers.{layer}.hc_{SUBLAYERS[position]}_"
         yield sublayer_key(sublayer, "mapping_weight"), _turned(found[start + "fn"], config)
         yield sublayer_key(sublayer, "bias"), _turned(found[start + "base"], config)
         for name, alpha in zip(_ALPHAS, found[start + "scale"].split(1), strict=True):
