@@ -8,9 +8,18 @@ import importlib.util
 import os
 import platform
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_timeout
+
+if TYPE_CHECKING:
+    from tests.scripts import Scripts
+
+SCRIPTS = pytest.StashKey["Scripts"]()
+BEGAN = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +42,42 @@ def pytest_configure(config: pytest.Config) -> None:
         # It imports Megatron, which warns of each accelerator library that is not there.
         warnings.simplefilter("ignore")
         cpu_host.install()
+        from tests.scripts import Scripts
+
+        config.stash[SCRIPTS] = Scripts()
+
+
+@pytest.fixture(scope="session")
+def scripts(pytestconfig: pytest.Config) -> Scripts:
+    """Runs scripts on forks of a process in which no test has run."""
+    return pytestconfig.stash[SCRIPTS]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Note the CPU seconds of a test, its ranks included, in the report (`.ci/run_tests.py`)."""
+    yield
+    item.user_properties.append(("cpu_s", f"{used_cpu_s(item.config) - item.stash[BEGAN]:.2f}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[BEGAN] = used_cpu_s(item.config)
+
+
+def used_cpu_s(config: pytest.Config) -> float:
+    from tests.scripts import cpu_s
+
+    return cpu_s() + config.stash[SCRIPTS].cpu_s
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """A test may take as many times longer as the machine is slow."""
+    from megatron_residuals.testing.patience import patience
+
+    patient = settings._replace(timeout=settings.timeout * patience())
+    return pytest_timeout.pytest_timeout_set_timer(item, patient)
 
 
 def has_gpu() -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from megatron_residuals.testing.patience import Deadline
 
 Result = TypeVar("Result")
 
@@ -53,7 +56,8 @@ def run_ranks(
 
     Args:
         fn: any callable, closures included; what it returns must be picklable.
-        timeout_s: seconds until every rank is asked where it is, then killed.
+        timeout_s: seconds until every rank is asked where it is, then killed; on a machine that is
+            busy with other things, as many times more as `patience` finds it slower.
         env: environment variables of the ranks, beside those that torchrun sets.
 
     Returns:
@@ -122,6 +126,9 @@ def _run_child(
 
 def _enter_child(folder: Path, rank: int, num_ranks: int, env: Mapping[str, str]) -> None:
     _own_group(0)
+    # What the parent has made stays alive in the parent: no collection here need look at it, which
+    # takes half a second for what Megatron imports, and copies every page of it.
+    gc.freeze()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -166,10 +173,10 @@ def _exit_child(status: int) -> None:
 
 def _wait(folder: Path, pids: list[int], timeout_s: float) -> dict[int, int]:
     """Exit code by rank; ranks still running at the end of their time are left out."""
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     exits: dict[int, int] = {}
     failed = False
-    while len(exits) < len(pids) and time.monotonic() < deadline:
+    while len(exits) < len(pids) and not deadline.is_over():
         for rank, pid in enumerate(pids):
             if rank not in exits:
                 exited, status = os.waitpid(pid, os.WNOHANG)
@@ -177,7 +184,7 @@ def _wait(folder: Path, pids: list[int], timeout_s: float) -> dict[int, int]:
                     exits[rank] = os.waitstatus_to_exitcode(status)
         if not failed and any(exits.values()):
             failed = True
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
+            deadline = Deadline(_GRACE_S)
         time.sleep(_POLL_S)
     return exits
 
@@ -222,8 +229,8 @@ def _dump_stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
     for pid in pids.values():
         os.kill(pid, signal.SIGUSR1)
     paths = {rank: folder / f"stack{rank}" for rank in pids}
-    deadline = time.monotonic() + _DUMP_S
-    while time.monotonic() < deadline and not all(_is_written(path) for path in paths.values()):
+    deadline = Deadline(_DUMP_S)
+    while not (deadline.is_over() or all(_is_written(path) for path in paths.values())):
         time.sleep(_POLL_S)
     # The dump is one short burst of writes: let the last one finish.
     time.sleep(10 * _POLL_S)

@@ -1,17 +1,16 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""An unmodified training script under torchrun: with ``--spec`` alone, and through our runner."""
+"""An unmodified training script on two ranks: with ``--spec`` alone, and through our runner."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,19 +20,22 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests import scripts
+from tests.scripts import Order, Scripts
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 RUNNER = ["-m", "megatron_residuals.run"]
 SEAMS_REPORT = re.compile(r"^megatron_residuals on megatron-core ", re.MULTILINE)
 MODEL_REPORT = re.compile(r"^megatron_residuals \d\S*: (.*)$", re.MULTILINE)
 ITERATION = re.compile(r"iteration +(\d+)/ +4 \|.*lm loss: (\S+) \|.*grad norm: (\S+) \|")
-TIMEOUT_S = 150
 
 # PP2 x VPP2 with one layer per stage. Dropout is off: on the CPU it shares its generator with the
-# data loader, which draws once when a run starts, so that no resumed run could repeat it.
+# data loader, which draws once when a run starts, so that no resumed run could repeat it. Sequences
+# are longer than they need be, since every rank shuffles the host's 200 million made-up tokens.
 TOY = """
---num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16
---max-position-embeddings 16 --hidden-dropout 0 --attention-dropout 0
+--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 128
+--max-position-embeddings 128 --hidden-dropout 0 --attention-dropout 0
 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-2 --min-lr 1e-3
 --mock-data --split 98,1,1 --tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0
@@ -43,18 +45,9 @@ TOY = """
 --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
 """.split()
 
-# What brings the CPU host into the ranks of a script that does not know of it.
-SITE_CUSTOMIZE = """
-import os
-if "RANK" in os.environ:
-    from megatron_residuals import cpu_host
-    cpu_host.install(training=True)
-"""
-
+host = pytest.mark.host
 pytestmark = [
-    pytest.mark.host,
     pytest.mark.slow,
-    pytest.mark.timeout(3 * TIMEOUT_S),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron.training") is None,
         reason="this Megatron-Core has no megatron.training (wheels before 0.17)",
@@ -69,11 +62,8 @@ class Iteration(NamedTuple):
     grad_norm: str
 
 
-class Run(NamedTuple):
-    """What a finished command left behind; `log` holds stdout and stderr together."""
-
-    status: int
-    log: str
+class Run(scripts.Run):
+    """A finished command, and what Megatron printed of its steps."""
 
     @property
     def lines(self) -> list[tuple[int, Iteration]]:
@@ -87,60 +77,43 @@ class Run(NamedTuple):
         return dict(self.lines)
 
 
-def run(folder: Path, command: list[str], python_path: tuple[Path, ...] = (ROOT,)) -> Run:
-    """Run Python in a folder; no process of the run outlives this call."""
-    paths = [*map(str, python_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+def start(folder: Path, command: list[str]) -> Run:
+    """Run a Python of its own in a folder, with nothing in its environment but what it needs."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    # With torchrun's default, restarted ranks find the addresses of the dead in the shared store.
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if sys.platform == "linux":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    log = folder / f"log{len(list(folder.glob('log*')))}"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {TIMEOUT_S} s:\n{log.read_text()[-3000:]}")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return Run(status, log.read_text(errors="replace"))
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    return Run(done.returncode, done.stdout)
 
 
 def train(
-    folder: Path,
-    command: list[str],
-    python_path: tuple[Path, ...] = (ROOT,),
-    launch: tuple[str, ...] = (),
+    scripts: Scripts, folder: Path, command: list[str], *, toy: Sequence[str] = TOY, ranks: int = 2
 ) -> Run:
-    """Train the toy with ``command`` on two ranks, successfully."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *launch]
-    done = run(folder, [*torchrun, *command, *TOY], python_path)
+    """Train the toy with ``command``, successfully."""
+    done = Run(*scripts.run(Order([*command, *toy], folder, ranks, training=True)))
     assert done.status == 0, done.log[-4000:]
     return done
 
 
 @pytest.fixture(scope="module")
-def spec_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+def spec_run(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """The folder and the log of a run with ``--spec`` alone, saved every second step."""
     folder = tmp_path_factory.mktemp("spec")
-    (folder / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
     command = [str(SCRIPT), "--spec", "megatron_residuals.specs", "block_attnres"]
     command += ["--save", "saved", "--save-interval", "2"]
-    return folder, train(folder, command, (folder, ROOT))
+    return folder, train(scripts, folder, command)
 
 
+@host
 def test_spec_alone_trains_with_the_named_mechanism_and_reports_once(
     spec_run: tuple[Path, Run],
 ) -> None:
@@ -153,13 +126,11 @@ def test_spec_alone_trains_with_the_named_mechanism_and_reports_once(
     assert 3.9 < last < first < 4.4
 
 
-# Rank 1 is killed in its first life, with half of the fourth step done and messages on their way:
-# a step has eight forward passes of a block, four micro-batches through two chunks.
+# Rank 1 is killed with half of the fourth step done and messages on their way: a step has eight
+# forward passes of a block, four micro-batches through two chunks.
 KILL_IN_STEP_4 = """
 import os, signal
-if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-    from megatron_residuals import cpu_host
-    cpu_host.install(training=True)
+if os.environ["RANK"] == "1":
     from megatron_residuals.mcore.block import ResidualTransformerBlock
     forward, passes = ResidualTransformerBlock.forward, []
     def counted(self, *args, **kwargs):
@@ -171,21 +142,22 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 """
 
 
+@host
 def test_a_rank_killed_within_a_step_costs_nothing_but_the_steps_since_the_last_checkpoint(
-    spec_run: tuple[Path, Run], tmp_path: Path
+    scripts: Scripts, spec_run: tuple[Path, Run], tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(KILL_IN_STEP_4)
     command = [*RUNNER, "--cpu-host", str(SCRIPT), "--residual", "block_attnres"]
     command += ["--save", "saved", "--save-interval", "2", "--load", "saved"]
-    done = train(tmp_path, command, (tmp_path, ROOT), launch=("--max-restarts", "1"))
-    assert "failed (exitcode: -9) local_rank: 1" in done.log
+    life = Order([*command, *TOY], tmp_path, ranks=2, training=True)
+    killed = Run(*scripts.run(life._replace(before=KILL_IN_STEP_4)))
+    assert "--- rank 1\ndied without a traceback (killed by SIGKILL)" in killed.log
+    done = train(scripts, tmp_path, command)
     folder, whole = spec_run
-    assert [number for number, _ in done.lines] == [1, 2, 3, 3, 4]
-    for number, figures in done.lines:
-        assert figures.grad_norm == whole.iterations[number].grad_norm
-    assert [figures.loss for number, figures in done.lines if number == 3] == [
-        whole.iterations[3].loss
-    ] * 2
+    assert list(killed.iterations) == [1, 2, 3] and list(done.iterations) == [3, 4]
+    for life in (killed, done):
+        for number, figures in life.iterations.items():
+            assert figures.grad_norm == whole.iterations[number].grad_norm
+        assert life.iterations[3].loss == whole.iterations[3].loss
     expected = stored_tensors(folder / "saved" / "iter_0000004")
     actual = stored_tensors(tmp_path / "saved" / "iter_0000004")
     assert actual.keys() == expected.keys()
@@ -209,12 +181,15 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_the_runner_adds_the_flags_reports_once_and_resumes_where_it_saved(tmp_path: Path) -> None:
+@host
+def test_the_runner_adds_the_flags_reports_once_and_resumes_where_it_saved(
+    scripts: Scripts, tmp_path: Path
+) -> None:
     command = [*RUNNER, "--cpu-host", str(SCRIPT)]
     command += ["--residual", "mhc", "--residual-streams", "2"]
-    whole = train(tmp_path, [*command, "--save", "saved", "--save-interval", "1"])
+    whole = train(scripts, tmp_path, [*command, "--save", "saved", "--save-interval", "1"])
     assert (tmp_path / "saved" / "iter_0000001" / "metadata.json").is_file()
-    resumed = train(tmp_path, [*command, "--load", "saved", "--ckpt-step", "1"])
+    resumed = train(scripts, tmp_path, [*command, "--load", "saved", "--ckpt-step", "1"])
     for done in (whole, resumed):
         assert len(SEAMS_REPORT.findall(done.log)) == 1
         assert done.log.count("  replaced  megatron.core.") == 7
@@ -243,7 +218,7 @@ def test_the_megatron_beside_the_script_is_the_one_that_runs(tmp_path: Path) -> 
         "print('host', megatron.core.__file__)\nprint('flags', arguments.__file__)\n"
         "print('path', sys.path[0])\n"
     )
-    done = run(elsewhere, [*RUNNER, "--cpu-host", str(script), "--residual", "mhc"])
+    done = start(elsewhere, [*RUNNER, "--cpu-host", str(script), "--residual", "mhc"])
     assert done.status == 0, done.log[-4000:]
     assert f"host {checkout}/megatron/core/" in done.log
     assert f"flags {checkout}/megatron/training/" in done.log
@@ -261,20 +236,22 @@ pretrain_gpt.main()
 """
 
 
+@host
 def test_a_script_that_does_not_read_the_spec_ends_instead_of_training_a_plain_model(
-    tmp_path: Path,
+    scripts: Scripts, tmp_path: Path
 ) -> None:
     (tmp_path / "deaf.py").write_text(DEAF)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(tmp_path, [*launch, *RUNNER, "--cpu-host", "deaf.py", *TOY, "--residual", "mhc"])
+    command = [*RUNNER, "--cpu-host", "deaf.py", *TOY, "--residual", "mhc"]
+    done = Run(*scripts.run(Order(command, tmp_path, ranks=2, training=True)))
     assert done.status != 0
     assert "ValueError: a residual was asked for, but the script has built a model" in done.log
     assert not done.lines
 
 
+@host
 def test_flags_that_contradict_each_other_end_the_run_before_it_starts(tmp_path: Path) -> None:
     flags = ["--residual", "mhc", "--residual-block-layers", "2"]
-    done = run(tmp_path, [*RUNNER, str(SCRIPT), *flags, *TOY])
+    done = start(tmp_path, [*RUNNER, str(SCRIPT), *flags, *TOY])
     assert done.status == 2
     assert done.log.startswith("megatron_residuals.run: error: ")
     assert "block_layers is 2, but 'mhc' does not read it" in done.log

@@ -16,21 +16,21 @@ import pytest
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.diagnostics import journal
-from tests.mcore.test_training_scripts import ROOT, RUNNER, SCRIPT, TIMEOUT_S, Run, train
+from tests.mcore.test_training_scripts import RUNNER, SCRIPT, TOY, Run
+from tests.scripts import Order, Scripts
 
 wandb = pytest.importorskip("wandb")
 
 pytestmark = [
     pytest.mark.host,
     pytest.mark.slow,
-    pytest.mark.timeout(3 * TIMEOUT_S),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron.training") is None,
         reason="this Megatron-Core has no megatron.training (wheels before 0.17)",
     ),
 ]
 
-OFFLINE = "import os\nos.environ |= {'WANDB_MODE': 'offline', 'WANDB_SILENT': 'true'}\n"
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 FLAGS = ["--residual", "block_attnres", "--residual-block-sublayers", "3"]
 FLAGS += ["--residual-log-interval", "2", "--residual-log-image-interval", "4"]
 
@@ -75,15 +75,18 @@ class WandbRun:
                 self.rows.setdefault(int(row["_step"]), {}).update(row)
 
 
-def train_logged(folder: Path) -> Run:
-    (folder / "sitecustomize.py").write_text(OFFLINE)
+def train_logged(scripts: Scripts, folder: Path) -> Run:
     wandb_flags = ["--wandb-project", "test", "--wandb-exp-name", "run", "--wandb-save-dir", "wb"]
     command = [*RUNNER, "--cpu-host", str(SCRIPT), *FLAGS, *wandb_flags]
-    return train(folder, command, (folder, ROOT))
+    done = Run(*scripts.run(Order([*command, *TOY], folder, 2, OFFLINE, training=True)))
+    assert done.status == 0, done.log[-4000:]
+    return done
 
 
-def test_a_real_run_reaches_wandb_without_tensorboard_and_the_file(tmp_path: Path) -> None:
-    done = train_logged(tmp_path)
+def test_a_real_run_reaches_wandb_without_tensorboard_and_the_file(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    done = train_logged(scripts, tmp_path)
     where = "figures of the residual, every 2 steps: wb/residual_metrics.jsonl, wandb\n"
     assert done.log.count(where) == 1
 

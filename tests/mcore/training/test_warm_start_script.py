@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.mcore.test_training_scripts import RUNNER, SCRIPT, TIMEOUT_S, TOY, Run, run
+from tests.mcore.test_training_scripts import RUNNER, SCRIPT, TOY, train
+from tests.scripts import Scripts
 
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
 PIPELINE = ("--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
 # without the pipeline: how stages read their parts is shown where no process has to be started
 ONE_STAGE = [
@@ -22,7 +23,6 @@ ONE_STAGE = [
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(4 * TIMEOUT_S),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron.training") is None,
         reason="this Megatron-Core has no megatron.training (wheels before 0.17)",
@@ -30,21 +30,15 @@ pytestmark = [
 ]
 
 
-def train(folder: Path, command: list[str]) -> Run:
-    """Train the toy on one rank, successfully."""
-    done = run(folder, [*LAUNCH, *command, *ONE_STAGE])
-    assert done.status == 0, done.log[-4000:]
-    return done
-
-
-def test_load_plain_and_finetune_start_at_the_loss_of_the_stock_model(tmp_path: Path) -> None:
+def test_load_plain_and_finetune_start_at_the_loss_of_the_stock_model(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    run = functools.partial(train, scripts, tmp_path, toy=ONE_STAGE, ranks=1)
     command = [*RUNNER, "--cpu-host", str(SCRIPT), "--norm-epsilon", "1e-12"]
-    train(tmp_path, [*command, "--save", "plain", "--save-interval", "4"])
+    run([*command, "--save", "plain", "--save-interval", "4"])
     start = [*command, "--load", "plain", "--finetune"]
-    stock = train(tmp_path, start)
-    blocks = train(
-        tmp_path, [*start, "--residual", "block_attnres", "--residual-block-layers", "1"]
-    )
+    stock = run(start)
+    blocks = run([*start, "--residual", "block_attnres", "--residual-block-layers", "1"])
     message = "starts from the plain model in plain/iter_0000004: "
     assert message not in stock.log
     assert blocks.log.count(message) == 1
