@@ -160,8 +160,8 @@ def test_powers_of_ten_are_written_out(tmp_path: Path) -> None:
         axes = axes_after(lambda axes: panels.draw_stream_distance(axes, own))
         axes.set_ylim(1e-7, 1)
         axes.figure.draw_without_rendering()
-    shown = [text.replace("\N{MINUS SIGN}", "-") for text in labels(axes.get_yticklabels())]
-    assert "1e-03" in shown and not any("$" in text for text in shown)
+    shown = labels(axes.get_yticklabels())
+    assert {"1e-06", "0.001", "1"} <= set(shown) and not any("$" in text for text in shown)
 
 
 def test_what_a_run_did_not_record_is_left_out(
