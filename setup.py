@@ -36,8 +36,10 @@ WANDB = [requirement("wandb")]
 TRITON = [requirement("triton") + ON_LINUX]
 # The bare `transformer-engine` has no core and raises on import: only ask for it with [pytorch].
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch]" + specifier("transformer-engine")]
+# The pictures and the page of `megatron-residuals report`.
+REPORT = [requirement("jinja2"), requirement("matplotlib")]
 # What megatron.training imports beyond megatron-core's own requirements, and the plots.
-DEMO = [*WANDB, *map(requirement, ("matplotlib", "omegaconf", "tensorboard")), "psutil", "pyyaml"]
+DEMO = [*WANDB, *REPORT, *map(requirement, ("omegaconf", "tensorboard")), "psutil", "pyyaml"]
 DOCUMENTATION = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 DEVELOPMENT = [
     *DEMO,

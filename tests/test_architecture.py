@@ -67,7 +67,7 @@ FLOORS = {
     "transport": floor(4, "torch"),
     "diagnostics.metric": floor(0),
     "diagnostics.__init__": floor(0),
-    "diagnostics": floor(4, "torch", "matplotlib numpy tensorboard wandb"),
+    "diagnostics": floor(4, "torch", "jinja2 matplotlib numpy tensorboard wandb"),
     "interchange": floor(4, "torch", "safetensors"),
     "interchange.names": floor(1),
     "mcore": floor(5, "torch megatron packaging", "transformer_engine"),

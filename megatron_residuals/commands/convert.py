@@ -251,7 +251,8 @@ def _config_of(args: argparse.Namespace, source: Stored, shape: ModelShape) -> R
     try:
         config = config_of(record)
     except ValueError as error:
-        raise ValueError(f"{args.input}: {error}") from None
+        faults = "; ".join(line.strip(" -") for line in str(error).splitlines())
+        raise ValueError(f"{args.input} has a settings record with faults: {faults}") from None
     # a record may lack settings, whose defaults need not be what it was trained with
     faults = compare_settings(record, settings_of(config, shape.num_layers))
     raise_faults(f"{args.input}: its settings record", faults)

@@ -22,7 +22,8 @@ def register(commands: Subparsers) -> None:
         "report",
         help="draw what a run recorded about its residual connection",
         description="Draw what a run recorded (--residual-log-interval) on one page, as PNG and as "
-        "an HTML file that needs nothing beside it. Needs matplotlib, neither a GPU nor torch.",
+        "an HTML file that needs nothing beside it. Needs matplotlib and Jinja2, neither a GPU nor "
+        "torch.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -44,10 +45,13 @@ def run_report(args: argparse.Namespace) -> int:
         paths = page.write(run, baseline, args.output or run.path.parent)
     except ImportError as error:
         raise ValueError(
-            f"the report needs matplotlib, which cannot be imported ({error}); install it with "
-            "`pip install matplotlib`"
+            f"the report needs matplotlib and Jinja2 ({error}); install them: pip install "
+            "'megatron-residuals[demo]'"
         ) from error
     print(f"{len(run.steps)} records of {run.header['config']}")
+    for each in (run, baseline):
+        if each is not None and each.skipped:
+            print(f"skipped {each.skipped} line(s) of {each.path} that are damaged or unknown")
     for line in page.health_of(run):
         if line.verdict == "look":
             print(f"look: {line.name} is {line.last:.4g}, healthy is {line.healthy}")

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_residuals.config import MECHANISMS
 from megatron_residuals.diagnostics.catalogue import metrics_of
 
 FILE_NAME = "residual_metrics.jsonl"
@@ -28,12 +30,14 @@ class Journal:
         header: what the last start wrote: config, settings, num_layers, plan, recompute, ….
         steps: lines of recorded steps by iteration, ascending.
         losses: by name, then by iteration: every step, recorded or not.
+        skipped: how many lines could not be read.
     """
 
     path: Path
     header: dict[str, Any]
     steps: dict[int, dict[str, Any]]
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
+    skipped: int = 0
 
     @property
     def mechanism(self) -> str:
@@ -104,7 +108,7 @@ def find(folder: Path) -> Path:
 
 
 def read(folder: Path) -> Journal:
-    """The run of a folder (or of the file itself).
+    """The run of a folder (or of the file itself). Lines that are damaged are skipped and counted.
 
     Raises:
         ValueError: there is no such file, several, or not a line of a header in it.
@@ -113,39 +117,34 @@ def read(folder: Path) -> Journal:
     header: dict[str, Any] = {}
     steps: dict[int, dict[str, Any]] = {}
     losses: dict[str, dict[int, float]] = {}
-    has_started = False
-    for line in _lines(path):
+    has_started, skipped = False, 0
+    for text in filter(bytes.strip, path.read_bytes().splitlines()):
+        try:
+            line = _line(text)
+        except _UNREADABLE:
+            skipped += 1
+            continue
         if line["kind"] == "start":
             header, has_started = line, True
             continue
         if has_started:
-            begin, has_started = min([line["iteration"], *map(int, line["losses"])]), False
+            begin, has_started = min([line["iteration"], *line["losses"]]), False
             for earlier in (steps, *losses.values()):
                 _forget(earlier, begin)
         steps[line["iteration"]] = line
         for iteration, by_name in line["losses"].items():
             for name, value in by_name.items():
-                losses.setdefault(name, {})[int(iteration)] = value
+                losses.setdefault(name, {})[iteration] = value
     if not header:
         raise ValueError(f"{path} has no line that describes the run; is it a {FILE_NAME}?")
     ordered = {name: dict(sorted(values.items())) for name, values in losses.items() if values}
-    return Journal(path, header, dict(sorted(steps.items())), ordered)
+    return Journal(path, header, dict(sorted(steps.items())), ordered, skipped)
 
 
 def _forget(by_iteration: dict[int, Any], begin: int) -> None:
     """Drop what lies ahead of a start: it is trained again, or was another run in this folder."""
     for iteration in [i for i in by_iteration if i >= begin]:
         del by_iteration[iteration]
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:  # a run that was killed while it wrote
-            continue
-        if isinstance(line, dict) and line.get("kind") in ("start", "step"):
-            yield _with_nan(line)
 
 
 def _finite(value: Any) -> Any:
@@ -158,11 +157,72 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _with_nan(line: dict[str, Any]) -> dict[str, Any]:
-    for name, values in line.get("series", {}).items():
-        line["series"][name] = [math.nan if value is None else value for value in values]
-    for name, rows in line.get("matrices", {}).items():
-        line["matrices"][name] = [[math.nan if v is None else v for v in row] for row in rows]
-    for by_name in line.get("losses", {}).values():
-        by_name.update({name: math.nan for name, value in by_name.items() if value is None})
-    return line
+_OWN_MECHANISM = re.compile(r"\w+(\.\w+)*:\w+")  # module:NAME
+# What taking a line apart raises that was cut short, overwritten, or written by something else.
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
+def _line(text: bytes) -> dict[str, Any]:
+    """A line of which every part that is drawn has the type that it must have."""
+    line = json.loads(text.decode("utf-8"))
+    if line["kind"] == "start":
+        return _header(_printable(line))
+    if line["kind"] != "step":
+        raise ValueError(f"the kind is {line['kind']!r}")
+    return line | {
+        "iteration": _count(line["iteration"]),
+        "series": {name: _floats(values) for name, values in line["series"].items()},
+        "matrices": {name: _matrix(rows) for name, rows in line["matrices"].items()},
+        "losses": {
+            _count(int(iteration)): {name: _float(value) for name, value in by_name.items()}
+            for iteration, by_name in line["losses"].items()
+        },
+    }
+
+
+def _header(line: dict[str, Any]) -> dict[str, Any]:
+    name = line["settings"]["mechanism"]
+    if name not in MECHANISMS and _OWN_MECHANISM.fullmatch(name) is None:
+        raise ValueError(f"the mechanism is {name!r}")
+    if not isinstance(line["config"], str):
+        raise TypeError("no configuration")
+    pipeline = dict(line.get("pipeline", {}))
+    return line | {"num_layers": _count(line["num_layers"]), "pipeline": pipeline}
+
+
+def _printable(value: Any) -> Any:
+    """Text without what steers a terminal or has no place in a file; other values as they are."""
+    if isinstance(value, str):
+        return "".join(
+            c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in value
+        )
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**53:
+        raise TypeError(f"{value!r} counts nothing")
+    return value
+
+
+def _float(value: Any) -> float:
+    """A number; NaN for null, which is how it is written, and for what is infinite."""
+    if value is None:
+        return math.nan
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is no number")
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def _floats(values: Any) -> list[float]:
+    if not isinstance(values, list) or not values:
+        raise TypeError("no list of numbers")
+    return [_float(value) for value in values]
+
+
+def _matrix(rows: Any) -> list[list[float]]:
+    if not isinstance(rows, list) or len({len(row) for row in rows}) != 1:
+        raise TypeError("no rows of one length")
+    return [_floats(row) for row in rows]

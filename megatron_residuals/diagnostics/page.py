@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import base64
-import html
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +16,7 @@ from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.heatmap import Axes
 from megatron_residuals.diagnostics.journal import Journal
 from megatron_residuals.diagnostics.metric import Metric, summarise
+from megatron_residuals.files import naming
 from megatron_residuals.mechanisms import mechanism_named
 
 COLUMNS = 3
@@ -23,10 +24,14 @@ PANEL_INCHES = (5.6, 3.7)
 
 
 class Panel(NamedTuple):
-    """One picture of the page; heatmaps are two rows high."""
+    """One picture of the page; heatmaps are two rows high.
+
+    It is left out where the run has not recorded the metric that it needs.
+    """
 
     draw: Callable[[Axes], None]
     rows: int = 1
+    needs: str | None = None
 
 
 class Health(NamedTuple):
@@ -88,7 +93,7 @@ def panels_of(run: Journal, baseline: Journal | None) -> list[Panel]:
     if run.last("residual/bytes_forward"):
         chosen.append(Panel(lambda axes: panels.draw_bytes(axes, run, baseline)))
     chosen.append(Panel(lambda axes: panels.draw_kept(axes, run, baseline)))
-    return chosen
+    return [panel for panel in chosen if panel.needs is None or run.last(panel.needs)]
 
 
 def depth_panel(
@@ -104,7 +109,8 @@ def depth_panel(
     return Panel(
         lambda axes: panels.draw_depth(
             axes, run, baseline, name, title, logarithmic=logarithmic, at_least=at_least
-        )
+        ),
+        needs=name,
     )
 
 
@@ -123,30 +129,39 @@ def _of_mechanism(run: Journal) -> list[Panel]:
         if metric.columns
         else depth_panel(run, None, name, metric.meaning)
         for name, metric in own.items()
-        if run.last(name)
     ]
 
 
 def matrix_panel(run: Journal, name: str, title: str) -> Panel:
     """A metric with columns: the last heatmap."""
-    return Panel(lambda axes: panels.draw_matrix(axes, run, name, title), rows=2)
+    return Panel(lambda axes: panels.draw_matrix(axes, run, name, title), rows=2, needs=name)
 
 
-def draw(run: Journal, baseline: Journal | None, path: Path) -> None:
-    """Write the picture as PNG."""
+def draw(run: Journal, baseline: Journal | None) -> bytes:
+    """The picture as PNG.
+
+    Raises:
+        ValueError: what the run recorded cannot be drawn, as numbers that no axis holds.
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     chosen = panels_of(run, baseline)
     places, num_rows = _arrange(chosen)
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * COLUMNS, height * num_rows + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(num_rows, COLUMNS)
-    for panel, (row, column) in zip(chosen, places, strict=True):
-        panel.draw(figure.add_subplot(grid[row : row + panel.rows, column]))
-    figure.suptitle(_title(run), fontsize=14)
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    # no text of a run is a formula, whatever dollars it has
+    with naming(run.path, "cannot be drawn"), rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=(width * COLUMNS, height * num_rows + 0.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(num_rows, COLUMNS)
+        for panel, (row, column) in zip(chosen, places, strict=True):
+            panel.draw(figure.add_subplot(grid[row : row + panel.rows, column]))
+        figure.suptitle(_title(run), fontsize=14)
+        figure.savefig(picture, dpi=110)
+    return picture.getvalue()
 
 
 def _arrange(chosen: list[Panel]) -> tuple[list[tuple[int, int]], int]:
@@ -169,7 +184,8 @@ def _title(run: Journal) -> str:
     pipeline = run.header["pipeline"]
     return (
         f"{panels.label_of(run)}: {run.header['num_layers']} layers, "
-        f"PP {pipeline['ranks']} x VPP {pipeline['chunks']}, {len(run.steps)} records, "
+        f"PP {pipeline.get('ranks', '?')} x VPP {pipeline.get('chunks', '?')}, "
+        f"{len(run.steps)} records, "
         f"iterations {min(run.steps)} to {max(run.steps)}"
     )
 
@@ -179,56 +195,58 @@ def write(run: Journal, baseline: Journal | None, folder: Path) -> tuple[Path, P
 
     Raises:
         ValueError: the run has no recorded step.
-        ImportError: matplotlib is not installed.
+        ImportError: matplotlib or Jinja2 is not installed.
+        OSError: the folder or a file cannot be written.
     """
     if not run.steps:
         raise ValueError(f"{run.path} has no recorded step yet")
+    data = draw(run, baseline)
+    text = _html(run, baseline, data)
     folder.mkdir(parents=True, exist_ok=True)
     picture, page = folder / "residual_report.png", folder / "residual_report.html"
-    draw(run, baseline, picture)
-    page.write_text(_html(run, baseline, picture.read_bytes()), encoding="utf-8")
+    picture.write_bytes(data)
+    page.write_text(text, encoding="utf-8")
     return picture, page
 
 
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1500px;margin:1.5em auto;padding:0 1em}
+TEMPLATE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{{ title }}</title><style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:1500px;margin:1.5em auto;padding:0 1em}
 img{width:100%}table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left;
 border-bottom:1px solid #ddd;vertical-align:top}td.n{text-align:right;font-variant-numeric:
-tabular-nums}tr.look{background:#fff0d8}pre{background:#f6f6f6;padding:1em;overflow:auto}"""
-
-
-def _html(run: Journal, baseline: Journal | None, picture: bytes) -> str:
-    data = base64.b64encode(picture).decode()
-    title, plan = html.escape(_title(run)), html.escape(str(run.header["plan"]))
-    against = f"<p>Baseline: {html.escape(panels.label_of(baseline))}</p>" if baseline else ""
-    rows = "\n".join(_row(line) for line in health_of(run))
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>
-<h1>{title}</h1>
-<p><code>{html.escape(str(run.header["config"]))}</code>, recompute {run.header["recompute"]}
-(host: {run.header["host_recompute"]}), megatron_residuals {run.header["version"]} on megatron-core
-{run.header["megatron_core"]}</p>
-{against}
-<img alt="the panels of this report" src="data:image/png;base64,{data}">
+tabular-nums}tr.look{background:#fff0d8}pre{background:#f6f6f6;padding:1em;overflow:auto}</style>
+<h1>{{ title }}</h1>
+<p><code>{{ run.config }}</code>, recompute {{ run.recompute }} (host: {{ run.host_recompute }}),
+megatron_residuals {{ run.version }} on megatron-core {{ run.megatron_core }}</p>
+{% if baseline %}<p>Baseline: {{ baseline }}</p>{% endif %}
+<img alt="the panels of this report" src="data:image/png;base64,{{ picture }}">
 <h2>Figures</h2>
 <table><tr><th>metric</th><th>over depth</th><th>first</th><th>last</th><th>healthy</th>
 <th></th><th>meaning; outside the range</th></tr>
-{rows}
-</table>
+{% for line in health %}<tr class="{{ line.verdict }}"><td><code>{{ line.name }}</code></td>
+<td>{{ line.metric.summary }}</td><td class="n">{{ line.first | number }}</td>
+<td class="n">{{ line.last | number }}</td><td>{{ line.healthy }}</td><td>{{ line.verdict }}</td>
+<td>{{ line.metric.meaning }}{% if line.verdict != "ok" and line.metric.advice %};
+<em>{{ line.metric.advice }}</em>{% endif %}</td></tr>
+{% endfor %}</table>
 <h2>What crosses the pipeline</h2>
-<pre>{plan}</pre>
+<pre>{{ run.plan }}</pre>
 </html>
 """
 
 
-def _row(line: Health) -> str:
-    text = html.escape(line.metric.meaning)
-    if line.verdict != "ok" and line.metric.advice:
-        text += f"; <em>{html.escape(line.metric.advice)}</em>"
-    first, last = (_number(value) for value in (line.first, line.last))
-    return (
-        f'<tr class="{line.verdict}"><td><code>{line.name}</code></td><td>{line.metric.summary}'
-        f'</td><td class="n">{first}</td><td class="n">{last}</td><td>{line.healthy}</td>'
-        f"<td>{line.verdict}</td><td>{text}</td></tr>"
+def _html(run: Journal, baseline: Journal | None, picture: bytes) -> str:
+    """The page; the engine escapes whatever is put into it."""
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True)
+    environment.filters["number"] = _number
+    return environment.from_string(TEMPLATE).render(
+        title=_title(run),
+        run=run.header,
+        baseline=panels.label_of(baseline) if baseline else None,
+        picture=base64.b64encode(picture).decode(),
+        health=health_of(run),
     )
 
 

@@ -77,7 +77,7 @@ def draw_depth(
     if baseline is not None and (last := baseline.last(name)):
         axes.plot(last, color=BASELINE, linestyle="--", label="baseline, last")
     if logarithmic:
-        axes.set_yscale("log")
+        _logarithmic(axes)
     _show(axes, at_least)
     axes.set_title(title)
     ticks = every(len(next(iter(over_time.values()))), 9)
@@ -104,7 +104,7 @@ def draw_composite_over_time(axes: Axes, run: Journal) -> None:
     if metric.high is not None:
         axes.axhline(metric.high, color="0.6", linestyle=":", label="upper healthy end")
     if max(_tops(axes), default=1.0) > 20:
-        axes.set_yscale("log")
+        _logarithmic(axes)
     else:
         _show(axes, (0.0, 1.1))
     axes.set_title("Largest composite gain over depth")
@@ -136,7 +136,7 @@ def draw_stream_distance(axes: Axes, run: Journal) -> None:
     if metric.high is not None:
         limit = 1 - metric.high
         axes.axhline(limit, color="0.6", linestyle=":", label="below: the streams are copies")
-    axes.set_yscale("log")
+    _logarithmic(axes)
     axes.set_title("How different are the streams?")
     _finish(axes, "iteration", "1 - cosine of two streams")
 
@@ -153,7 +153,7 @@ def draw_bytes(axes: Axes, run: Journal, baseline: Journal | None) -> None:
     for journal, colour, shift in pairs:
         forward = journal.last("residual/bytes_forward") or []
         backward = journal.last("residual/bytes_backward") or []
-        total = [(f + b) / 2**20 for f, b in zip(forward, backward, strict=True)]
+        total = [(f + b) / 2**20 for f, b in zip(forward, backward, strict=False)]
         label = f"{label_of(journal)}: {sum(total):.2f} MiB in all"
         axes.bar([i + shift for i in range(len(total))], total, 0.4, color=colour, label=label)
     hops = len(run.last("residual/bytes_forward") or [])
@@ -179,13 +179,24 @@ def draw_kept(axes: Axes, run: Journal, baseline: Journal | None) -> None:
 
 def label_of(run: Journal) -> str:
     """The configuration without what concerns logging."""
-    settings, defaults = run.header["settings"], ("log_interval", "log_image_interval")
-    shown = str(run.header["config"])
-    for name in defaults:
-        shown = shown.replace(f", {name}={settings[name]}", "").replace(
-            f"{name}={settings[name]}", ""
-        )
+    settings, shown = run.header["settings"], str(run.header["config"])
+    for name in ("log_interval", "log_image_interval"):
+        said = f"{name}={settings.get(name)}"
+        shown = shown.replace(f", {said}", "").replace(said, "")
     return shown.replace("residual()", "plain residual").removesuffix("()")
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Powers of ten are written out: nothing on the page is parsed as a formula."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""  # which it leaves without a label
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(Plain())
+    axes.yaxis.set_minor_formatter(Plain())
 
 
 def _show(axes: Axes, at_least: tuple[float, float] | None) -> None:

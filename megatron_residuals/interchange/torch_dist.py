@@ -215,19 +215,20 @@ def _index_faults(folder: Path, index: Metadata) -> Iterator[str]:
     Nothing may lie outside the folder or behind the end of a file, and no tensor may have more
     bytes than there are: its shape says how much memory is taken for it.
     """
-    stored: collections.Counter[str] = collections.Counter()
-    ends: dict[str, int] = {}
-    for item, place in index.storage_data.items():
-        path = PurePosixPath(place.relative_path)
-        if not is_model_key(item.fqn):
-            continue
+    places = [(i.fqn, p) for i, p in index.storage_data.items() if is_model_key(i.fqn)]
+    for name in sorted({place.relative_path for _, place in places}):
+        path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or path.suffix != SUFFIX:
-            yield f"{METADATA} names {str(path)!r} as a data file, which is none of this folder."
-        elif place.offset < 0 or place.length < 0:
-            yield f"{METADATA} has a negative place for {item.fqn}; it is damaged."
-        else:
-            stored[item.fqn] += place.length
-            ends[str(path)] = max(ends.get(str(path), 0), place.offset + place.length)
+            yield f"{METADATA} names {name!r} as a data file, which is none of this folder."
+            return
+    stored: collections.Counter[str] = collections.Counter()
+    ends: collections.Counter[str] = collections.Counter()
+    for key, place in places:
+        if place.offset < 0 or place.length < 0:
+            yield f"{METADATA} has {key} in front of a file; it is damaged."
+            return
+        stored[key] += place.length
+        ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
     for name, end in ends.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if size < end:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import math
 import re
 import shlex
@@ -17,6 +18,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from megatron_residuals.cli import main
@@ -49,7 +51,9 @@ def made_up(mechanism: str, iteration: int) -> Record:
     return Record(iteration, series, matrices, losses)
 
 
-def write_run(folder: Path, mechanism: str, iterations: tuple[int, ...] = (10, 20, 30)) -> Path:
+def write_run(
+    folder: Path, mechanism: str, iterations: tuple[int, ...] = (10, 20, 30), **header: object
+) -> Path:
     writer = journal.JournalWriter(folder)
     plan = TransferPlan.for_streams(StageLayout((STAGES), 1, (1, 2)), 1)
     writer.write(
@@ -64,6 +68,7 @@ def write_run(folder: Path, mechanism: str, iterations: tuple[int, ...] = (10, 2
             "host_recompute": "none",
             "version": "0",
             "megatron_core": "0",
+            **header,
         },
     )
     for iteration in iterations:
@@ -128,6 +133,73 @@ def test_a_run_without_a_record_and_a_folder_without_a_run_are_refused(
     ):
         status, out, err = run(capsys, command)
         assert (status, out) == (2, "") and message in err
+
+
+def test_nothing_that_a_run_recorded_is_markup_or_a_formula(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # recompute, host_recompute, version and megatron_core went into the page as they were, and
+    # a formula in the configuration that matplotlib could not parse ended the report
+    said = "<script>alert(1)</script>&$\\\\frac{$'\""
+    names = ("config", "plan", "recompute", "host_recompute", "version", "megatron_core")
+    pipeline = {"ranks": said, "chunks": said}
+    hostile = {**dict.fromkeys(names, said), "pipeline": pipeline}
+    own = write_run(tmp_path / "own", "residual", (10,), **hostile)
+    other = write_run(tmp_path / "other", "residual", (10,), **hostile)
+    assert run(capsys, f"report {own} --baseline {other}")[0] == 0
+    text = (own / "residual_report.html").read_text()
+    assert "<script" not in text and said not in text
+    # in the title twice (label and pipeline) and in heading, then once in each place
+    assert text.count(html.escape(said).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")) == 13
+
+
+def test_powers_of_ten_are_written_out(tmp_path: Path) -> None:
+    # where nothing is parsed as a formula, matplotlib's own labels of such axes may be none
+    own = journal.read(write_run(tmp_path, "mhc", (10,)))
+    with matplotlib.rc_context({"text.parse_math": False}):
+        axes = axes_after(lambda axes: panels.draw_stream_distance(axes, own))
+        axes.set_ylim(1e-7, 1)
+        axes.figure.draw_without_rendering()
+    shown = labels(axes.get_yticklabels())
+    assert {"1e-06", "0.001", "1"} <= set(shown) and not any("$" in text for text in shown)
+
+
+def test_what_a_run_did_not_record_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # of a run of another version, or one whose lines were damaged; it ended in a traceback
+    for mechanism in ("mhc", "attnres"):
+        folder = write_run(tmp_path / mechanism, mechanism, ())
+        journal.JournalWriter(folder).write("step", dataclasses.asdict(Record(1)))
+        own = journal.read(folder)
+        assert len(page.panels_of(own, None)) == 2  # losses, and what is kept
+        assert run(capsys, f"report {folder}")[0] == 0
+
+
+def test_what_cannot_be_drawn_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = write_run(tmp_path, "residual", ())
+    record = Record(1, {"residual/output_rms": [1.7e308, -1.7e308] * LAYERS})
+    journal.JournalWriter(own).write("step", dataclasses.asdict(record))
+    status, out, err = run(capsys, f"report {own}")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{own / journal.FILE_NAME} cannot be drawn" in err
+
+
+def test_lines_that_were_skipped_are_counted_and_an_output_that_is_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "draw", lambda *runs: b"a picture")
+    own = write_run(tmp_path / "own", "residual", (10,))
+    with (own / journal.FILE_NAME).open("ab") as file:
+        file.write(b"\xff\n[]\n")
+    status, out, _ = run(capsys, f"report {own} --output {tmp_path / 'out'}")
+    assert status == 0 and f"skipped 2 line(s) of {own / journal.FILE_NAME}" in out
+    (tmp_path / "file").touch()
+    status, out, err = run(capsys, f"report {own} --output {tmp_path / 'file' / 'out'}")
+    assert (status, out) == (2, "")
+    assert err == f"megatron-residuals: error: {tmp_path / 'file' / 'out'}: Not a directory\n"
 
 
 def test_panels_are_laid_out_without_overlap() -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -95,6 +96,67 @@ def test_a_file_without_a_start_is_refused(tmp_path: Path) -> None:
     journal.JournalWriter(tmp_path).write("step", dataclasses.asdict(record(1)))
     with pytest.raises(ValueError, match="no line that describes the run"):
         journal.read(tmp_path)
+
+
+STEP = {
+    "kind": "step",
+    "iteration": 2,
+    "series": {"residual/output_rms": [1.0, None]},
+    "matrices": {"mhc/read_weights": [[0.5, 0.5], [1, 0]]},
+    "losses": {"2": {"lm loss": 3.0}},
+}
+START = {"kind": "start", **HEADER}
+DAMAGED: list[object] = [
+    [STEP],
+    {"kind": "step"},
+    {"kind": ["step"]},
+    {**STEP, "iteration": "2"},
+    {**STEP, "iteration": 10**400},
+    {**STEP, "series": [1.0]},
+    {**STEP, "series": {"residual/output_rms": []}},
+    {**STEP, "series": {"residual/output_rms": ["1"]}},
+    {**STEP, "series": {"residual/output_rms": [10**400]}},
+    {**STEP, "matrices": {"mhc/read_weights": [[1.0], [1.0, 2.0]]}},
+    {**STEP, "matrices": {"mhc/read_weights": []}},
+    {**STEP, "losses": {"two": {"lm loss": 3.0}}},
+    {**STEP, "losses": {"2": 3.0}},
+    {name: value for name, value in STEP.items() if name != "matrices"},
+    {"kind": "start"},
+    {**START, "settings": None},
+    {**START, "settings": {"mechanism": "unheard of"}},
+    {**START, "num_layers": None},
+    {**START, "config": 7},
+    {**START, "pipeline": 7},
+]
+
+
+def test_lines_that_are_damaged_are_skipped_and_counted(tmp_path: Path) -> None:
+    # each of them ended the report in a traceback, wherever in the file it was
+    whole = [json.dumps(line).encode() for line in (START, STEP)]
+    damaged = [json.dumps(line).encode() for line in DAMAGED]
+    damaged += [b"\xff\xfe", whole[1][:40], b"[" * 100_000, b'{"kind":' * 5000]
+    (tmp_path / journal.FILE_NAME).write_bytes(
+        b"\n".join([*damaged, whole[0], b"", *damaged, whole[1]])
+    )
+    run = journal.read(tmp_path)
+    assert run.skipped == 2 * len(damaged)
+    assert (list(run.steps), run.losses) == ([2], {"lm loss": {2: 3.0}})
+    assert run.last("mhc/read_weights") == [[0.5, 0.5], [1.0, 0.0]]
+
+
+def test_numbers_that_no_axis_holds_are_drawn_as_gaps(tmp_path: Path) -> None:
+    text = json.dumps({**STEP, "series": {"residual/output_rms": [1.0, "INF"]}})
+    lines = [json.dumps(START), text.replace('"INF"', "1e999")]
+    (tmp_path / journal.FILE_NAME).write_text("\n".join(lines))
+    run = journal.read(tmp_path)
+    assert run.skipped == 0 and math.isnan(run.last("residual/output_rms")[1])
+
+
+def test_text_of_a_header_steers_no_terminal(tmp_path: Path) -> None:
+    header = {**START, "config": "mhc\x1b[2J\ud800", "plan": "a\nb"}
+    (tmp_path / journal.FILE_NAME).write_text(json.dumps(header))
+    run = journal.read(tmp_path)
+    assert (run.header["config"], run.header["plan"]) == ("mhc\ufffd[2J\ufffd", "a\nb")
 
 
 def test_scalars_have_a_summary_and_global_places_and_only_numbers() -> None:

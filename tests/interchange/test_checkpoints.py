@@ -33,9 +33,11 @@ EXTRA = "decoder.layers.mlp.linear_fc2._extra_state/shard_0_3"
 MOMENT = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
 
 
-def write_torch_dist(folder: Path, common_file: bool) -> dict[str, Tensor]:
+def write_torch_dist(
+    folder: Path, common_file: bool, tensors: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """What the host writes, by torch alone: stacked layers, objects, and an optimizer's state."""
-    tensors = dense_tensors(stacked=True)
+    tensors = dense_tensors(stacked=True) if tensors is None else tensors
     common = {"args": argparse.Namespace(hidden_size=HIDDEN, no_save_optim=None), "iteration": 7}
     objects: dict[str, Any] = {**tensors, EXTRA: [b"some"], MOMENT: torch.ones(LAYERS, HIDDEN, 8)}
     if not common_file:

@@ -14,7 +14,11 @@ from torch import Tensor
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.functional import StreamCoefficients, mhc_coefficients, mhc_head_weights
 from megatron_residuals.interchange import read_residual, tensor_file, write_residual
-from megatron_residuals.interchange.public_file import config_of, export_residual
+from megatron_residuals.interchange.public_file import (
+    config_of,
+    export_residual,
+    taken_from_flags,
+)
 from megatron_residuals.settings import settings_of
 from tests.interchange.cases import HIDDEN, LAYERS, assert_same, random_parameters
 
@@ -178,6 +182,102 @@ def test_a_released_kimi_file_is_read_without_its_prefix_and_its_block_length_is
     with pytest.raises(ValueError, match="block_sublayers: saved 4, given 6"):
         read(tmp_path, longer)
     assert_same(read(tmp_path, longer, convert_block_length=True), found)
+
+
+def released(folder: Path, config: ResidualConfig, public: object) -> dict[str, Tensor]:
+    """A released folder: parameters of a model, and its config.json."""
+    folder.mkdir()
+    parameters = random_parameters(config)
+    tensors, _ = export_residual(parameters, config, LAYERS)
+    tensor_file.write_tensors(folder / "model.safetensors", tensors, {})
+    (folder / "config.json").write_text(json.dumps(public))
+    return parameters
+
+
+@needs_safetensors
+def test_null_in_a_released_configuration_says_nothing(tmp_path: Path) -> None:
+    # null for an object or a number ended in a TypeError
+    for number, public in enumerate(
+        (
+            {"text_config": None, "attn_res_block_size": None, "rms_norm_eps": None},
+            {"attn_res_block_size": 2, "text_config": {"attn_res_block_size": None}},
+            {"model_type": None},
+        )
+    ):
+        parameters = released(tmp_path / str(number), BLOCKS, public)
+        assert_same(read(tmp_path / str(number), BLOCKS), parameters)
+
+
+@needs_safetensors
+@pytest.mark.parametrize(
+    ("public", "words"),
+    [
+        ([], r"config\.json holds a JSON list"),
+        ({"text_config": [1]}, r"config\.json: text_config is \[1\]"),
+        ({"attn_res_block_size": "2"}, "attn_res_block_size is '2'; it must be a whole number"),
+        ({"attn_res_block_size": 2.0}, "attn_res_block_size is 2.0"),
+        ({"attn_res_block_size": 0}, "attn_res_block_size is 0"),
+        ({"rms_norm_eps": {"a": 1}}, "rms_norm_eps is {'a': 1}; it must be a number above 0"),
+        ({"model_type": ["kimi_k3"]}, r"model_type is \['kimi_k3'\]"),
+        ({"text_config": {"model_type": "kimi_k4"}}, "model_type is 'kimi_k4'"),
+    ],
+)
+def test_a_released_configuration_may_hold_anything(
+    public: object, words: str, tmp_path: Path
+) -> None:
+    released(tmp_path / "model", BLOCKS, public)
+    with pytest.raises(ValueError, match=words) as raised:
+        read(tmp_path / "model", BLOCKS)
+    assert str(tmp_path / "model" / "config.json") in str(raised.value)
+
+
+@needs_safetensors
+def test_what_a_released_model_does_not_say_is_listed(tmp_path: Path) -> None:
+    # the length of blocks was taken from the flags without a word
+    public = {"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear"}}
+    released(tmp_path / "model", BLOCKS, public)
+    unsaid = taken_from_flags(tmp_path / "model", BLOCKS, LAYERS)
+    assert unsaid == ["attnres_eps 1e-06", "block_sublayers 4"]
+    (tmp_path / "model" / "config.json").unlink()
+    unsaid = taken_from_flags(tmp_path / "model", BLOCKS, LAYERS)
+    assert unsaid == ["model_type kimi_k3", "attnres_eps 1e-06", "block_sublayers 4"]
+    write_residual(tmp_path / "ours.safetensors", random_parameters(BLOCKS), BLOCKS, LAYERS)
+    assert taken_from_flags(tmp_path / "ours.safetensors", BLOCKS, LAYERS) == []
+
+
+@needs_safetensors
+def test_blocks_that_are_longer_than_the_model_are_as_long_as_it(tmp_path: Path) -> None:
+    whole = ResidualConfig("block_attnres", block_layers=LAYERS + 1)
+    parameters = released(tmp_path / "model", whole, {"attn_res_block_size": LAYERS + 5})
+    assert_same(read(tmp_path / "model", whole), parameters)
+
+
+@needs_safetensors
+def test_both_eps_of_deepseek_are_compared_with_the_one_that_stands_for_them(
+    tmp_path: Path,
+) -> None:
+    # rms_norm_eps, which the norm in front of the coefficients has, was passed over
+    public = {"model_type": "deepseek_v4", "hc_mult": 3, "hc_sinkhorn_iters": 20}
+    released(tmp_path / "norm", DSV4, {**public, "rms_norm_eps": 1e-5})
+    with pytest.raises(ValueError, match="mhc_eps: saved 1e-05, given 1e-06"):
+        read(tmp_path / "norm", DSV4)
+    released(tmp_path / "two", DSV4, {**public, "hc_eps": 1e-6, "rms_norm_eps": 1e-5})
+    with pytest.raises(ValueError, match="hc_eps is 1e-06 and rms_norm_eps 1e-05; mhc_eps stands"):
+        read(tmp_path / "two", DSV4)
+    parameters = released(tmp_path / "same", DSV4, {**public, "hc_eps": 1e-6, "rms_norm_eps": 1e-6})
+    assert_same(read(tmp_path / "same", DSV4), parameters)
+    assert taken_from_flags(tmp_path / "same", DSV4, LAYERS) == []
+
+
+@needs_safetensors
+def test_a_model_of_another_type_is_never_taken_for_the_one_whose_names_it_has(
+    tmp_path: Path,
+) -> None:
+    # V4.1 reads with the weights of the sublayer before: the same names, another model
+    text = {"model_type": "deepseek_v4", "hc_mult": 3}
+    released(tmp_path / "v41", DSV4, {"model_type": "deepseek_v41", "text_config": text})
+    with pytest.raises(ValueError, match="model_type is 'deepseek_v41'.*known is deepseek_v4"):
+        read(tmp_path / "v41", DSV4)
 
 
 @needs_safetensors

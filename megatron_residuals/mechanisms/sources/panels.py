@@ -19,7 +19,8 @@ def panels(run: Journal, prefix: str) -> list[Panel]:
                 run,
                 [f"{prefix}/{name}" for name in ("entropy", "peak", "embedding_mass", "open_mass")],
                 "Depth attention over time",
-            )
+            ),
+            needs=f"{prefix}/entropy",
         ),
         depth_panel(
             run,

@@ -20,8 +20,10 @@ def panels(run: Journal, prefix: str) -> list[Panel]:
         )
     ]
     chosen += [
-        Panel(lambda axes: draw_composite_over_time(axes, run)),
-        Panel(lambda axes: draw_stream_distance(axes, run)),
+        Panel(
+            lambda axes: draw_composite_over_time(axes, run), needs=f"{prefix}/composite_forward"
+        ),
+        Panel(lambda axes: draw_stream_distance(axes, run), needs=f"{prefix}/stream_cosine"),
     ]
     return chosen + [
         matrix_panel(run, f"{prefix}/{name}", title)
