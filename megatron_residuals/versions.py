@@ -29,6 +29,8 @@ OLDEST = {
 }
 # The first releases that nothing is known about.
 UNTESTED = {"megatron-core": "0.20"}
+# Megatron-Core from this release on loads checkpoints with an option that torch has from 2.7 on.
+NEWER_TORCH_FROM_HOST, NEWER_TORCH = "0.18", "2.7"
 
 
 def specifier(package: str) -> str:
@@ -48,6 +50,12 @@ def is_too_old(package: str, version: str) -> bool:
     Local parts and pre-releases do not count: containers hold ``2.6.0a0+ecf3bae40a.nv25.01``.
     """
     return _release(version) < _release(OLDEST[package])
+
+
+def host_needs_newer_torch(host: str, torch: str) -> bool:
+    """Whether this release of Megatron-Core cannot load its checkpoints with this torch."""
+    is_newer_host = _release(host) >= _release(NEWER_TORCH_FROM_HOST)
+    return is_newer_host and _release(torch) < _release(NEWER_TORCH)
 
 
 def _release(version: str) -> tuple[int, ...]:

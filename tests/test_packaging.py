@@ -141,6 +141,8 @@ def test_the_readme_names_the_versions_that_are_declared() -> None:
         assert f"{oldest['megatron-core']} to {last}" in text
     for words in ("Python", "torch", "triton"):
         assert f"{words} ≥ {oldest[words.lower()]}" in readme
+    host, torch = versions.NEWER_TORCH_FROM_HOST, versions.NEWER_TORCH
+    assert f"Megatron-Core itself from {host} on: torch ≥ {torch}" in readme
 
 
 @pytest.mark.parametrize(

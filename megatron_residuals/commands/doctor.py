@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_residuals._version import __version__
 from megatron_residuals.text import reason
-from megatron_residuals.versions import OLDEST, is_too_old, requirement
+from megatron_residuals.versions import (
+    NEWER_TORCH,
+    OLDEST,
+    host_needs_newer_torch,
+    is_too_old,
+    requirement,
+)
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -95,6 +101,7 @@ def examine() -> Findings:
     if host is not None:
         findings.versions["megatron-core"] = host.__version__
         findings.host_path = str(Path(host.__file__).parent)
+        _examine_torch_for_host(findings)
         _examine_host(findings)
         _examine_training(findings)
     return findings
@@ -128,6 +135,15 @@ def _examine_versions(findings: Findings) -> None:
             found.append(
                 f"{package} {version} is too old; update it: pip install '{requirement(package)}'"
             )
+
+
+def _examine_torch_for_host(findings: Findings) -> None:
+    host, torch = (str(findings.versions[name]) for name in ("megatron-core", "torch"))
+    if host_needs_newer_torch(host, torch):
+        findings.problems.append(
+            f"megatron-core {host} cannot load checkpoints with torch {torch}; update it: "
+            f"pip install 'torch>={NEWER_TORCH}'"
+        )
 
 
 def _examine_gpus(findings: Findings) -> None:

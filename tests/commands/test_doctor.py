@@ -187,6 +187,32 @@ def test_an_old_torch_is_a_problem(
     assert "torch 2.5.1+cu124 is too old" in problem(capsys)
 
 
+@pytest.mark.parametrize(("host", "problems"), [("0.17.1", 0), ("0.18.0", 1), ("0.19.2", 1)])
+def test_a_host_that_needs_a_newer_torch_than_we_do_is_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, host: str, problems: int
+) -> None:
+    """From 0.18 on the host loads checkpoints with an option that torch 2.6 does not have."""
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    monkeypatch.setattr(megatron.core, "__version__", host)
+    _, found = examine(capsys)
+    assert sum("pip install 'torch>=2.7'" in text for text in found["problems"]) == problems
+    monkeypatch.setattr(torch, "__version__", "2.7.0a0+git")
+    _, found = examine(capsys)
+    assert found["problems"] == []
+
+
+def test_an_optional_library_that_is_too_old_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = doctor.installed_version
+    monkeypatch.setattr(
+        doctor, "installed_version", lambda name: "0.15.12" if name == "wandb" else installed(name)
+    )
+    status, found = examine(capsys)
+    (note,) = [note for note in found["notes"] if "wandb" in note]
+    assert status == 0 and "wandb 0.15.12 is too old" in note and "wandb>=" in note
+
+
 def test_a_wheel_that_would_run_make_without_a_makefile_is_a_problem_on_a_gpu_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -75,6 +77,38 @@ def test_wandb_is_used_when_a_run_is_open_and_never_opened(monkeypatch: pytest.M
     described = {key: value for key, value in HEADER.items() if key != "kind"}
     assert logged[0] == (({"residual_run": described},), {"allow_val_change": True})
     assert logged[1:] == [(3, {"a": 1.0}), (3, {"b": "image"})]
+
+
+OFFLINE_RUN = """
+import numpy, wandb
+from megatron_residuals.diagnostics import sinks
+
+wandb.init(project="test", mode="offline")
+sink = sinks.open_wandb()
+sink.start({"kind": "start", "config": "attnres()"})
+sink.scalars({"attnres/peak_mean": 0.5}, 7)
+sink.images({"attnres/weights": numpy.zeros((4, 4, 3), "uint8")}, 7)
+wandb.finish()
+"""
+
+
+def test_a_real_run_of_wandb_takes_numbers_and_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OFFLINE_RUN],
+        cwd=tmp_path,
+        env={**env, "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = tmp_path.rglob("offline-run-*/run-*.wandb")
+    content = record.read_bytes()
+    for words in (b"residual_run", b"attnres/peak_mean", b"attnres/weights"):
+        assert words in content, words
+    assert list(tmp_path.rglob("offline-run-*/files/media/images/attnres/*.png"))
 
 
 def test_a_sink_that_fails_is_reported_and_does_not_stop_training(

@@ -43,7 +43,7 @@ def write_torch_dist(
     if not common_file:
         objects[COMMON_ENTRY] = [common]
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(objects, checkpoint_id=folder, planner=planner, no_dist=True)
+    dcp.save(objects, checkpoint_id=folder, planner=planner)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (folder / "integrity.json").write_text("{}")
     if common_file:
@@ -127,7 +127,7 @@ def test_a_torch_dist_checkpoint_keeps_objects_and_tells_its_host_what_it_is(
         common = torch.load(tmp_path / "output" / "common.pt", weights_only=False)
     else:
         wanted: dict[str, Any] = {COMMON_ENTRY: None, EXTRA: None}
-        dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path / "output"), no_dist=True)
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path / "output"))
         (common,) = wanted[COMMON_ENTRY]
         assert wanted[EXTRA] == [b"some"]
     args = common["args"]

@@ -160,13 +160,10 @@ def test_strided_inputs_give_the_same(case: Case) -> None:
     compare(case, actual, expected, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sources_with_squares_close_to_the_end_of_float32_are_read_and_trained_exactly(
-    dtype: torch.dtype,
-) -> None:
+def test_sources_with_squares_close_to_the_end_of_float32_are_read_and_trained_exactly() -> None:
     """Beyond it they are read as by the reference, as if their keys were zero."""
     case = source_case(3, 7, 2)
-    query, gain, *sources = case.tensors(dtype)
+    query, gain, *sources = case.tensors(torch.float32)
     large, larger = ([query, gain, *[source * size for source in sources]] for size in (1e18, 1e20))
     values, actual = case.gradients(case.kernel, large)
     exact = [tensor.double() for tensor in large]
@@ -174,5 +171,5 @@ def test_sources_with_squares_close_to_the_end_of_float32_are_read_and_trained_e
     for mine, theirs in zip([*values, *actual], [*expected, *gradients], strict=True):
         assert mine is not None and theirs is not None
         scale = theirs.abs().max()
-        assert_close(mine.double() / scale, theirs / scale, dtype=dtype, kind="same_math")
+        assert_close(mine.double() / scale, theirs / scale, dtype=torch.float32, kind="same_math")
     assert torch.equal(*case.kernel(*larger), *case.reference(*larger))
