@@ -96,13 +96,13 @@ take_from_arguments() {
 # Sets KEPT to the words that follow, without the options that give way to an argument after --: to
 # themselves, to one that GIVES_WAY_TO names, or to --no-NAME, which is then done with.
 give_way() {
-  local word extra left keep=1
+  local word taken extra left keep=1
   KEPT=()
   for word in "$@"; do
     if [[ $word == --* ]]; then
-      keep=1 left=()
+      keep=1 left=() taken=" $word --no-${word#--} ${GIVES_WAY_TO[$word]:-} "
       for extra in "${EXTRA_ARGS[@]}"; do
-        [[ " $word --no-${word#--} ${GIVES_WAY_TO[$word]:-} " != *" ${extra%%=*} "* ]] || keep=0
+        [[ $extra != --* || $taken != *" ${extra%%=*} "* ]] || keep=0
         [[ $extra == "--no-${word#--}" ]] || left+=("$extra")
       done
       EXTRA_ARGS=("${left[@]}")

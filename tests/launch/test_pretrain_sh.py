@@ -103,6 +103,8 @@ def test_one_node_takes_a_free_port_unless_told_which() -> None:
 def test_arguments_after_the_dashes_come_last_and_keep_their_spaces() -> None:
     words = dry_run("--", "--lr", "1e-5", "--wandb-exp-name", "two words")
     assert words[-4:] == ["--lr", "1e-5", "--wandb-exp-name", "two words"]
+    empty = dry_run("--", "--wandb-exp-name", "")
+    assert empty[-2:] == ["--wandb-exp-name", ""] and "--num-layers" in empty
 
 
 def test_arguments_after_the_dashes_take_the_place_of_what_cannot_stand_beside_them() -> None:
