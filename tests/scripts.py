@@ -37,7 +37,7 @@ _SLOW = ("examples.pretrain_gpt", "megatron.core.tokenizers.text.libraries")
 
 
 class Run(NamedTuple):
-    """What a finished command left behind; `log` holds what all ranks wrote to stdout and stderr."""
+    """What a finished command left behind; `log` is what all ranks wrote to stdout and stderr."""
 
     status: int
     log: str
@@ -76,7 +76,7 @@ class Scripts:
         """CPU seconds of the clean process and all its ranks."""
 
     def run(self, order: Order) -> Run:
-        """Runs a command on its ranks; status 1 and the tracebacks in `log` when one of them fails."""
+        """Runs a command on its ranks; status 1, and tracebacks in `log`, when one of them fails."""
         self._line.send(order)
         run, self.cpu_s = self._line.recv()
         return run

@@ -37,8 +37,8 @@ _patience = _Patience()
 def patience(*, now: bool = False) -> float:
     """How many times longer than on a free machine to wait before something is said to hang.
 
-    Never less than 1 and never less than before. Measured once a minute at most, for some hundredths
-    of a second, in whatever process asks; forks go on from what their parent has seen.
+    Never less than 1 and never less than before. Measured once a minute at most, for some
+    hundredths of a second, in whatever process asks; forks go on from what their parent has seen.
 
     Args:
         now: measure in any case, since something is about to be given up.
