@@ -76,7 +76,7 @@ class Scripts:
         """CPU seconds of the clean process and all its ranks."""
 
     def run(self, order: Order) -> Run:
-        """Runs a command on its ranks; status 1, and tracebacks in `log`, when one of them fails."""
+        """Runs a command on its ranks; status 1, and tracebacks in `log`, if one of them fails."""
         self._line.send(order)
         run, self.cpu_s = self._line.recv()
         return run
