@@ -197,7 +197,7 @@ class ResidualConfig:
 
     def binding_options(self) -> dict[str, Setting]:
         """The mechanism's options that a model's weights depend on."""
-        own = options_of(type(self.options))
+        own = options_of(self.entry.options)
         return {each.name: getattr(self, each.name) for each in own if each.binds}
 
     def __str__(self) -> str:

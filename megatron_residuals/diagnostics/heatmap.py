@@ -130,7 +130,7 @@ def heatmaps(
     for name, rows in matrices.items():
         height = min(3 + 0.18 * len(rows), 14)
         figure = Figure(figsize=(min(4 + 0.35 * len(rows[0]), 14), height), layout="constrained")
-        canvas = FigureCanvasAgg(figure)  # whatever backend the program has chosen for pyplot
+        canvas: Any = FigureCanvasAgg(figure)  # whatever backend the program has chosen for pyplot
         axes = figure.add_subplot()
         draw_heatmap(axes, rows, metrics_of(mechanism)[name], num_sublayers)
         axes.set_title(name)

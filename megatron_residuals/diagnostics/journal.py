@@ -129,7 +129,8 @@ def read(folder: Path) -> Journal:
             continue
         if has_started:
             begin, has_started = min([line["iteration"], *line["losses"]]), False
-            for earlier in (steps, *losses.values()):
+            _forget(steps, begin)
+            for earlier in losses.values():
                 _forget(earlier, begin)
         steps[line["iteration"]] = line
         for iteration, by_name in line["losses"].items():
@@ -164,7 +165,7 @@ _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, R
 
 def _line(text: bytes) -> dict[str, Any]:
     """A line of which every part that is drawn has the type that it must have."""
-    line = json.loads(text.decode("utf-8"))
+    line: dict[str, Any] = json.loads(text.decode("utf-8"))
     if line["kind"] == "start":
         return _header(_printable(line))
     if line["kind"] != "step":

@@ -73,5 +73,6 @@ def summarise(values: Sequence[float], how: Summary) -> float:
         return math.nan
     if how == "mean":
         return sum(numbers) / len(numbers)
-    choose = {"max": max, "min": min, "sum": sum}[how]
-    return float(choose(numbers))
+    if how == "sum":
+        return sum(numbers)
+    return max(numbers) if how == "max" else min(numbers)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from megatron_residuals.diagnostics.tokens import sample_tokens
 from megatron_residuals.recompute.steps import Step
 
 
-class Reader(NamedTuple):
+@dataclass(frozen=True)
+class Reader:
     """A residual module and its place: a global sublayer index, or their number for the head."""
 
     index: int

@@ -63,7 +63,8 @@ def relative_entropy(weights: Tensor) -> Tensor:
     m = weights.shape[-1]
     if m == 1:
         return torch.ones_like(weights[..., 0])
-    return torch.special.entr(weights).sum(-1) / math.log(m)
+    entropy: Tensor = torch.special.entr(weights).sum(-1)
+    return entropy / math.log(m)
 
 
 def composite_gains(h_res: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class Stored:
 
 def not_finite(pieces: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of tensors with NaN or infinite values among those given, whole or in pieces."""
-    names = {}
+    names: dict[str, None] = {}
     for name, piece in pieces:
         wide = piece.float() if piece.element_size() == 1 else piece  # torch has no test of float8
         if not wide.isfinite().all():

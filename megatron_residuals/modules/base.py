@@ -44,7 +44,7 @@ class Float32Module(nn.Module):
             return moved
 
         before = dict(self.named_parameters(recurse=recurse))
-        super()._apply(keep_float32, recurse)
+        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
         born = {
             n: p for n, p in self.named_parameters(recurse=recurse) if leaves_meta(before[n], p)
         }

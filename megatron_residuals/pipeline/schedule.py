@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
     forward: int | None
     backward: int | None
-    count: int
+    count: int  # type: ignore[assignment]  # hides the method of tuples
 
 
 def schedule(

@@ -35,7 +35,8 @@ def plain_step(
 ) -> ResidualState:
     """Read, run, write; autograd keeps what it wants."""
     x, pending = residual.read(state)
-    return residual.write(pending, sublayer(x))
+    written: ResidualState = residual.write(pending, sublayer(x))
+    return written
 
 
 class Replay:
@@ -88,7 +89,8 @@ class MixStep:
         output = output.view_as(output)
         replay.empty(x)
         replay.arm(output)
-        return residual.write(pending, output)
+        written: ResidualState = residual.write(pending, output)
+        return written
 
 
 class GroupStep:
@@ -121,7 +123,7 @@ class GroupStep:
         replay.remember(x, residual.rereader(pending))
         output = sublayer(x)
         replay.empty(x)
-        written = residual.write(pending, output)
+        written: StreamState = residual.write(pending, output)
         self._behind = lambda: residual.write(pending, output).settled().streams
         self._position += 1
         self._left -= 1

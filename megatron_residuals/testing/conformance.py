@@ -61,7 +61,7 @@ class Chain(nn.Module):
         with torch.no_grad():
             for parameter in (*self.residuals.parameters(), *self.head.parameters()):
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter += noise * drawn
+                parameter.add_(noise * drawn)
 
     def sublayer(self, i: int, x: Tensor) -> Tensor:
         """The bare sublayer."""
@@ -194,7 +194,7 @@ def _difference(chain: Chain, tensor: Tensor | None, direction: Tensor, h: float
                 index = next(i for i, p in enumerate(chain.parameters()) if p is tensor)
                 list(moved.parameters())[index].add_(sign * h * direction)
             values.append((moved(x) * cotangent).sum().item())
-    return (values[0] - values[1]) / (2 * h)
+    return float(values[0] - values[1]) / (2 * h)
 
 
 def check_state(config: ResidualConfig) -> Outcome:

@@ -90,8 +90,8 @@ class SourceResidual(SublayerResidual[SourceState, SourceState]):
         return pending._replace(partial=pending.partial + output)
 
 
-class DepthAttention(DepthQuery, SourceResidual):
-    """Reads by attention over depth.
+class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
+    """Reads by attention over depth; writes as `SourceResidual` does.
 
     The first sublayer of all has one source, the embedding, whose weight is exactly one; its query
     gets an exact zero gradient, so that every parameter takes part in every step.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Setting
@@ -126,7 +126,7 @@ class Streams(Mechanism):
     """A state of n streams [..., n, d], opened in the stage of the first layer."""
 
     summary = "a weighted sum of n streams, mixed by small matrices"
-    options: ClassVar[type] = StreamOptions
+    options = StreamOptions
     recompute = ("mix", "group")
 
     def rows(self, config: ResidualConfig) -> int:
@@ -205,13 +205,13 @@ class HyperConnections(Streams):
 
     def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
         """Gates and mixing matrix; static ones are expanded parameters."""
-        n = config.streams
-        return config.hc_dynamic * (2 * n + n * n)
+        n: int = config.streams
+        return 2 * n + n * n if config.hc_dynamic else 0
 
     def rebuilt_numbers(self, config: ResidualConfig, hidden_size: int, *, copies: bool) -> int:
         """The graph of dynamic coefficients, which normalises the streams."""
-        n = config.streams
-        return config.hc_dynamic * (n * hidden_size * (1 + copies) + n * (n + 4))
+        n: int = config.streams
+        return n * hidden_size * (1 + copies) + n * (n + 4) if config.hc_dynamic else 0
 
 
 class ManifoldHyperConnections(Streams):

@@ -115,7 +115,7 @@ class HyperConnection(StreamResidual):
         with torch.no_grad():
             self._res().fill_diagonal_(1.0)
             self.static_pre[self.home_stream] = 1.0
-        if self.mapping_weight is not None:
+        if self.mapping_weight is not None and self.scale is not None:
             nn.init.zeros_(self.mapping_weight)
             nn.init.constant_(self.scale, HC_SCALE_INIT)
 
