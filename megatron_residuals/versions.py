@@ -23,7 +23,7 @@ OLDEST = {
     "safetensors": "0.4",
     "wandb": "0.16",
     "tensorboard": "2.14",
-    "jinja2": "3.1",
+    "jinja2": "3.1.6",
     "matplotlib": "3.8",
     "omegaconf": "2.3",
 }
