@@ -29,6 +29,7 @@ FILES = {
     "setup.py",
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "pyproject.toml",
