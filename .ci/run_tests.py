@@ -27,13 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_HOST, OLDEST_PYTHON = "0.16.", ROOT / ".venv-oldest" / "bin" / "python"
 NO_OLD_PYTHON = "no Python 3.10/3.11 found"
-# What meets torch, triton and the optional libraries otherwise than through Megatron-Core.
+# What meets torch and the optional libraries otherwise than through Megatron-Core.
 OLDEST_TESTS = [
     "tests/interchange",
     "tests/diagnostics",
     "tests/kernels/test_agreement.py",
-    "tests/kernels/triton/test_attnres.py",
-    "tests/kernels/triton/test_boundary.py",
 ]
 PYTEST_EXIT_CODES = {
     2: "interrupted",

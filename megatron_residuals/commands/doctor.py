@@ -139,7 +139,7 @@ def _examine_versions(findings: Findings) -> None:
 
 def _examine_torch_for_host(findings: Findings) -> None:
     host, torch = (str(findings.versions[name]) for name in ("megatron-core", "torch"))
-    if host_needs_newer_torch(host, torch):
+    if not is_too_old("torch", torch) and host_needs_newer_torch(host, torch):
         findings.problems.append(
             f"megatron-core {host} cannot load checkpoints with torch {torch}; update it: "
             f"pip install 'torch>={NEWER_TORCH}'"

@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_residuals.versions import is_too_old, requirement
+
 Backend = Literal["torch", "triton"]
 
 CHOICES = ("auto", "torch", "triton")
@@ -65,8 +67,8 @@ def resolve(
         )
     if (fault := triton_fault()) is not None:
         raise RuntimeError(
-            f"kernels='triton' was requested for {what}, but {fault}; install a Triton from 3.5 on "
-            "(pip install 'megatron-residuals[triton]') or use kernels='auto'"
+            f"kernels='triton' was requested for {what}, but {fault}; install one that is "
+            f"tested (pip install '{requirement('triton')}') or use kernels='auto'"
         )
     return "triton"
 
@@ -91,7 +93,7 @@ def interpreting() -> bool:
 
 @torch.compiler.assume_constant_result
 def triton_fault() -> str | None:
-    """Why Triton cannot be imported; None if it can."""
+    """Why Triton cannot be used; None if it can."""
     return _triton_fault()
 
 
@@ -103,4 +105,7 @@ def _triton_fault() -> str | None:
         importlib.import_module("triton.language")
     except Exception as error:  # a broken build raises anything
         return f"importing triton raised {type(error).__name__}: {error}"
+    version = importlib.import_module("triton").__version__
+    if is_too_old("triton", version):
+        return f"triton {version} is too old"
     return None

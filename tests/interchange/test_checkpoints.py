@@ -88,7 +88,9 @@ KINDS: dict[str, tuple[str, Callable[[Path], dict[str, Tensor]]]] = {
 }
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:torch\.distributed is (disabled|unavailable):UserWarning"
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
