@@ -51,10 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     2 is for input that cannot be used and for files that cannot be read or written: a handler lets
     ValueError and OSError through, and the message is one line that says what is wrong with which.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, launch = words, None
+    if "--" in words:
+        own, launch = words[: words.index("--")], words[words.index("--") + 1 :]
+    parser = build_parser()
     try:
-        args = build_parser().parse_args(argv)
+        args = parser.parse_args(own)
+        if launch is not None and not hasattr(args, "described_by_launch"):
+            parser.error("this command takes nothing behind --")
     except SystemExit as exit_:  # argparse has printed help or its own error
         return exit_.code if isinstance(exit_.code, int) else 2
+    args.launch = launch
     handler: Callable[[argparse.Namespace], int] = args.handler
     try:
         status = handler(args)

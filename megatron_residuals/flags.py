@@ -251,19 +251,24 @@ def refuse_other_models(script: str | Path, words: Sequence[str]) -> None:
     Raises:
         ValueError: saying which model, and by what it is known.
     """
+    other = other_model(script, words)
+    if other is not None:
+        raise ValueError(
+            f"{Path(script).name} trains {other}, and the residual connection can be replaced in "
+            "GPT models only; leave the residual's flags out, or train a GPT (pretrain_gpt.py)"
+        )
+
+
+def other_model(script: str | Path, words: Sequence[str]) -> str | None:
+    """The model that a script trains, and by what it is known; None for a GPT."""
     given = [word for word in words if word.partition("=")[0] in HYBRID_FLAGS]
-    kind, shown_by = "hybrid", given[0] if given else ""
-    if not given:
-        imported = _imports(Path(script))
-        other = next((name for name in OTHER_MODELS if _has(imported, name)), None)
-        if other is None or any(_has(imported, name) for name in GPT):
-            return
-        kind, shown_by = OTHER_MODELS[other], f"it imports {other}"
-    raise ValueError(
-        f"{Path(script).name} trains a {kind} model ({shown_by}), and the residual connection can "
-        "be replaced in GPT models only; leave the residual's flags out, or train a GPT "
-        "(pretrain_gpt.py)"
-    )
+    if given:
+        return f"a hybrid model ({given[0]})"
+    imported = _imports(Path(script))
+    other = next((name for name in OTHER_MODELS if _has(imported, name)), None)
+    if other is None or any(_has(imported, name) for name in GPT):
+        return None
+    return f"a {OTHER_MODELS[other]} model (it imports {other})"
 
 
 def _has(imported: set[str], package: str) -> bool:

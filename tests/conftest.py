@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import multiprocessing
 import os
 import platform
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
+from multiprocessing.pool import Pool
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,3 +99,25 @@ def pytest_report_header() -> str:
         f"host: megatron-core {version('megatron-core')}, torch {version('torch')}, "
         f"Python {platform.python_version()}"
     )
+
+
+@pytest.fixture(scope="session")
+def launch_reader() -> Iterator[Pool]:
+    """A forked process in which Megatron reads launches; what that changes stays there."""
+    pytest.importorskip("megatron.training", reason="not in the 0.16 wheel")
+    with multiprocessing.get_context("fork").Pool(1, _prepare_for_launches) as pool:
+        yield pool
+
+
+def _prepare_for_launches() -> None:
+    from megatron_residuals import cpu_host
+
+    cpu_host.install(training=True)
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # which that sets, for runs on the CPU
+    from megatron.training import argument_utils
+
+    # The host looks up its help texts in its source twice for each launch: most of the time.
+    factory = argument_utils.ArgumentGroupFactory
+    texts_of = factory._get_field_docstrings
+    remembered = functools.cache(lambda kind: texts_of(factory.__new__(factory), kind))
+    factory._get_field_docstrings = lambda self, kind: remembered(kind)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several subcommands share, under their short names and Megatron's own."""
+"""Options that several subcommands share: a first look at a model that is not a launch yet."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import argparse
 import dataclasses
 from typing import TypeAlias
 
-from megatron_residuals.depth import raise_faults
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.planner.sizes import ModelSizes, flash_layer_bytes
+from megatron_residuals.text import raise_faults
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -21,30 +21,26 @@ HEAD_SIZE = 128  # of models whose number of heads is not given
 def add_layout_options(group: argparse._ArgumentGroup) -> None:
     """How the model is cut into stages; `stage_layout` reads them."""
     add = group.add_argument
-    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="P", help="ranks")
+    add("--pp", type=int, default=1, metavar="P", help="ranks")
     add(
         "--vpp",
-        "--num-virtual-stages-per-pipeline-rank",
         type=int,
         metavar="V",
         help="virtual chunks per rank (default: 1, or what --layout says)",
     )
     add(
         "--layout",
-        "--pipeline-model-parallel-layout",
         metavar="TEXT",
         help="Megatron-Core's layout string; --layers and --vpp follow from it",
     )
     add(
         "--first-stage-layers",
-        "--decoder-first-pipeline-num-layers",
         type=int,
         metavar="N",
         help="layers of the first pipeline rank, all its chunks together",
     )
     add(
         "--last-stage-layers",
-        "--decoder-last-pipeline-num-layers",
         type=int,
         metavar="N",
         help="layers of the last pipeline rank, all its chunks together",
@@ -67,7 +63,6 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", type=int, metavar="M", help="per step (default: the ranks of --pp)")
     add(
         "--microbatch-group-size",
-        "--microbatch-group-size-per-virtual-pipeline-stage",
         type=int,
         metavar="G",
         help="consecutive micro-batches of one virtual chunk (default: the ranks of --pp)",
@@ -80,9 +75,9 @@ def add_size_options(group: argparse._ArgumentGroup) -> None:
     add("--seq-length", type=int, metavar="TOKENS", help="of the whole sequence")
     add("--micro-batch-size", type=int, metavar="B", help="sequences per micro-batch")
     add("--hidden-size", type=int, metavar="H", help="of the model")
-    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="T", help="ranks")
+    add("--tp", type=int, default=1, metavar="T", help="ranks")
     add("--sequence-parallel", action="store_true", help="split the sequence over the --tp ranks")
-    add("--cp", "--context-parallel-size", type=int, default=1, metavar="C", help="ranks")
+    add("--cp", type=int, default=1, metavar="C", help="ranks")
     add("--dtype", choices=ELEMENT_BYTES, default="bf16", help="of activations (default: bf16)")
 
 
@@ -101,12 +96,11 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--heads",
-        "--num-attention-heads",
         type=int,
         metavar="A",
         help="attention heads; default: of size 128",
     )
-    add("--query-groups", "--num-query-groups", type=int, metavar="G", help="default: --heads")
+    add("--query-groups", type=int, metavar="G", help="default: --heads")
     add("--ffn-hidden-size", type=int, metavar="F", help="default: 4 H; with --swiglu as Megatron")
     add("--swiglu", action="store_true", help="gated MLP")
     add("--no-rope", action="store_true", help="no rotary positions")

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_residuals.commands.arguments import (
     Subparsers,
@@ -23,10 +23,18 @@ from megatron_residuals.commands.arguments import (
     stage_layout,
     whole_rows_note,
 )
+from megatron_residuals.commands.launch import (
+    add_launch_options,
+    forecast_of,
+    launch_fields,
+    with_remarks,
+)
 from megatron_residuals.config import MECHANISMS, TRANSPORTS, ResidualConfig
-from megatron_residuals.depth import raise_faults
-from megatron_residuals.pipeline.grid import format_bytes
 from megatron_residuals.planner.memory import MemoryPlan, Prediction, RankMemory
+from megatron_residuals.text import format_bytes, raise_faults, table
+
+if TYPE_CHECKING:
+    from megatron_residuals.mcore.training.forecast import Forecast
 
 GIB = 2**30
 
@@ -56,13 +64,14 @@ def register(commands: Subparsers) -> None:
         "memory",
         help="predict what every recompute policy keeps for backward",
         description="Predict the activations that every recompute policy keeps for backward on "
-        "every pipeline rank. Needs neither a GPU nor torch, except for --measure.",
+        "every pipeline rank. Needs neither a GPU nor torch, except for --measure; a launch behind "
+        "-- is read by Megatron.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--layers", "--num-layers", type=int, metavar="L", help="transformer layers of the model")
+    add("--layers", type=int, metavar="L", help="transformer layers of the model")
     add_step_options(parser)
     add("--budget-gib", type=float, metavar="GIB", help="name the cheapest policy that fits")
     add("--measure", action="store_true", help="run the model on the CPU and compare (small ones)")
@@ -73,17 +82,18 @@ def register(commands: Subparsers) -> None:
     add_size_options(sizes)
     add_model_options(sizes)
     parser.set_defaults(handler=run_memory)
+    add_launch_options(parser, beside=["json", "budget_gib", "host_layer_bytes"])
 
 
 def _add_residual_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--residual", choices=MECHANISMS, required=True, help="the mechanism")
+    add("--residual", choices=MECHANISMS, help="the mechanism")
     for name, metavar, text in (
         ("block-layers", "K", "AttnRes block, in layers"),
         ("block-sublayers", "S", "AttnRes block, in sublayers"),
         ("streams", "N", "HC or mHC streams (default: 4)"),
     ):
-        add(f"--{name}", f"--residual-{name}", type=int, metavar=metavar, help=text)
+        add(f"--{name}", type=int, metavar=metavar, help=text)
     add(
         "--residual-recompute",
         default="none",
@@ -91,25 +101,21 @@ def _add_residual_options(group: argparse._ArgumentGroup) -> None:
         help="the policy that the first fields of the JSON are about (default: none); the table "
         "has all",
     )
-    add(
-        "--transport",
-        "--residual-transport",
-        choices=TRANSPORTS,
-        default="delta",
-        help="AttnRes only (default: delta)",
-    )
+    add("--transport", choices=TRANSPORTS, default="delta", help="AttnRes only (default: delta)")
 
 
 def run_memory(args: argparse.Namespace) -> int:
     """Print the predictions; 1 when a budget is given that no policy fits."""
-    plan = memory_plan(args)
-    chosen = plan.predict()
+    forecast = forecast_of(args)
+    plan = memory_plan(args) if forecast is None else forecast.plan
     measured = _measure(plan, args) if args.measure else {}
     recommended = None if args.budget_gib is None else plan.cheapest(int(args.budget_gib * GIB))
     if args.json:
-        print(json.dumps(_fields(plan, chosen, measured, args.budget_gib), indent=2))
+        chosen = plan.predict() if forecast is None else forecast.prediction
+        fields = _fields(plan, chosen, measured, args.budget_gib)
+        print(json.dumps(fields | launch_fields(forecast), indent=2))
     else:
-        print(describe(plan, args.budget_gib, measured))
+        print(with_remarks(describe(plan, args.budget_gib, measured, forecast), forecast))
     return int(args.budget_gib is not None and recommended is None)
 
 
@@ -119,6 +125,8 @@ def memory_plan(args: argparse.Namespace) -> MemoryPlan:
     Raises:
         ValueError: a needed size is missing, or something is out of range.
     """
+    if args.residual is None:
+        raise ValueError("the mechanism is missing; give --residual, or a launch behind --")
     sizes = model_sizes(args, "memory")
     layout = stage_layout(args)
     given = {
@@ -171,12 +179,16 @@ def policy_names(plan: MemoryPlan) -> list[str]:
 
 
 def describe(
-    plan: MemoryPlan, budget_gib: float | None, measured: dict[str, dict[str, int]]
+    plan: MemoryPlan,
+    budget_gib: float | None = None,
+    measured: dict[str, dict[str, int]] | None = None,
+    forecast: Forecast | None = None,
 ) -> str:
-    """The table of policies, the ranks' peaks, and the recommendation."""
+    """The table of policies, what a launch itself keeps, the ranks' peaks, the recommendation."""
     stock_full = plan.stock_full
     predictions = [plan.predict(name) for name in policy_names(plan)]
-    others = [plan.host_full(), plan.stock, stock_full]
+    host_full = plan.host_full(1 if forecast is None else max(1, forecast.host_full))
+    others = [host_full, plan.stock, stock_full]
     records = [_record(plan, each, stock_full) for each in (*predictions, *others)]
     layout = plan.layout
     lines = [
@@ -184,18 +196,22 @@ def describe(
         f"V={layout.num_chunks}, {plan.num_microbatches} micro-batch(es), "
         f"[s, b, h] row of {format_bytes(plan.sizes.row_bytes)}",
         "",
-        *_table(records),
+        *table(records),
         "",
         ASSUMPTIONS,
     ]
     if plan.sizes.host_layer_bytes is None:
         lines.append(LOCAL_LAYERS)
     lines += whole_rows_note(plan.sizes.tp, plan.sizes.sequence_parallel)
+    if forecast is not None:
+        own = forecast.prediction
+        peak = format_bytes(own.worst.peak_bytes)
+        lines += ["", f"this launch: {own.policy}, {peak} at the peak of rank {own.worst.rank}"]
     if layout.num_ranks > 1:
-        lines += ["", "peak by rank:", *_table([_peaks(each) for each in predictions])]
+        lines += ["", "peak by rank:", *table([_peaks(each) for each in predictions])]
     if measured:
         lines += ["", "measured on the CPU, final norm and loss included:"]
-        lines += _table([_comparison(name, numbers) for name, numbers in measured.items()])
+        lines += table([_comparison(name, numbers) for name, numbers in measured.items()])
     if budget_gib is not None:
         lines += ["", recommendation(plan, budget_gib)]
     return "\n".join(lines)
@@ -250,19 +266,6 @@ def _comparison(name: str, numbers: dict[str, int]) -> dict[str, str]:
             f"{what} error": f"{predicted / seen - 1:+.2%}",
         }
     return record
-
-
-def _table(records: list[dict[str, str]]) -> list[str]:
-    columns = list(records[0])
-    rows = [columns, *([record[column] for column in columns] for record in records)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _fields(

@@ -15,9 +15,16 @@ from megatron_residuals.commands.arguments import (
     stage_layout,
     whole_rows_note,
 )
+from megatron_residuals.commands.launch import (
+    add_launch_options,
+    forecast_of,
+    launch_fields,
+    with_remarks,
+)
 from megatron_residuals.config import TRANSPORTS
-from megatron_residuals.depth import DepthMap, count_faults, raise_faults
+from megatron_residuals.depth import DepthMap
 from megatron_residuals.pipeline.plan import TransferPlan
+from megatron_residuals.text import count_faults, raise_faults
 
 EXAMPLES = """\
 examples:
@@ -34,14 +41,14 @@ def register(commands: Subparsers) -> None:
         "plan",
         help="print what crosses every pipeline boundary",
         description="Print what crosses every pipeline boundary, and what every rank keeps, for "
-        "one micro-batch. Needs neither a GPU nor torch.",
+        "one micro-batch. Needs neither a GPU nor torch; a launch behind -- is read by Megatron.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--layers", "--num-layers", type=int, metavar="L", help="transformer layers of the model")
-    state = parser.add_mutually_exclusive_group(required=True)
+    add("--layers", type=int, metavar="L", help="transformer layers of the model")
+    state = parser.add_mutually_exclusive_group()
     state.add_argument("--block-layers", type=int, metavar="K", help="AttnRes block, in layers")
     state.add_argument(
         "--block-sublayers",
@@ -57,6 +64,7 @@ def register(commands: Subparsers) -> None:
     add_layout_options(parser.add_argument_group("layers per stage (default: all equal)"))
     add_size_options(parser.add_argument_group("sizes (give the first three to see bytes)"))
     parser.set_defaults(handler=run_plan)
+    add_launch_options(parser, beside=["json"])
 
 
 def _transfer_plan(args: argparse.Namespace) -> TransferPlan:
@@ -65,6 +73,10 @@ def _transfer_plan(args: argparse.Namespace) -> TransferPlan:
         return TransferPlan.for_streams(layout, args.streams)
     if args.block_layers is not None:
         depth = DepthMap.from_layers(layout.num_layers, args.block_layers)
+    elif args.block_sublayers is None:
+        raise ValueError(
+            "give --block-layers, --block-sublayers or --streams, or a launch behind --"
+        )
     else:
         depth = DepthMap(layout.num_layers, args.block_sublayers)
     return TransferPlan.for_sources(layout, depth, args.transport)
@@ -98,11 +110,17 @@ def row_bytes(args: argparse.Namespace) -> int | None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print the plan that the options describe."""
-    plan = _transfer_plan(args)
-    size = row_bytes(args)
+    """Print the plan that the options, or a launch, describe."""
+    forecast = forecast_of(args)
+    if forecast is None:
+        plan, size = _transfer_plan(args), row_bytes(args)
+        whole_rows = whole_rows_note(args.tp, args.sequence_parallel)
+    else:
+        sizes = forecast.plan.sizes
+        plan, size = forecast.transfer_plan, sizes.row_bytes
+        whole_rows = whole_rows_note(sizes.tp, sizes.sequence_parallel)
     if not args.json:
-        print("\n".join([plan.grid(size), *whole_rows_note(args.tp, args.sequence_parallel)]))
+        print(with_remarks("\n".join([plan.grid(size), *whole_rows]), forecast))
         return 0
     fields = plan.to_dict()
     if size is not None:
@@ -110,5 +128,5 @@ def run_plan(args: argparse.Namespace) -> int:
         fields["hop_bytes"] = [boundary.rows * size for boundary in plan.boundaries]
         for name in ("rows", "rows_full", "rows_delta", "cache_rows"):
             fields[name.replace("rows", "bytes")] = getattr(plan, name) * size
-    print(json.dumps(fields, indent=2))
+    print(json.dumps(fields | launch_fields(forecast), indent=2))
     return 0

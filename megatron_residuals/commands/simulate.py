@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_residuals.commands.arguments import (
     Subparsers,
@@ -20,13 +20,22 @@ from megatron_residuals.commands.arguments import (
     stage_layout,
     whole_rows_note,
 )
-from megatron_residuals.pipeline.grid import format_bytes
+from megatron_residuals.commands.launch import (
+    add_launch_options,
+    forecast_of,
+    launch_fields,
+    with_remarks,
+)
 from megatron_residuals.planner.simulate.costs import Rates
 from megatron_residuals.planner.simulate.hardware import GPUS, NETWORKS
 from megatron_residuals.planner.simulate.links import Link, Network
 from megatron_residuals.planner.simulate.schemes import SCHEMES, Scheme, schemes
 from megatron_residuals.planner.simulate.simulator import Cluster, Result, simulate
 from megatron_residuals.planner.simulate.trace import chrome_trace
+from megatron_residuals.text import format_bytes, table
+
+if TYPE_CHECKING:
+    from megatron_residuals.mcore.training.forecast import Forecast
 
 GIB = 2**30
 MS = 1e3
@@ -54,13 +63,13 @@ def register(commands: Subparsers) -> None:
         help="predict step time, bubble, exposed messages and memory of a pipeline",
         description="Play the host's 1F1B or interleaved schedule for the plain residual, mHC, and "
         "AttnRes with full, padded and delta transport, and print what each costs. Needs neither a "
-        "GPU nor torch.",
+        "GPU nor torch; a launch behind -- is read by Megatron.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--layers", "--num-layers", type=int, metavar="L", help="transformer layers of the model")
+    add("--layers", type=int, metavar="L", help="transformer layers of the model")
     add_step_options(parser)
     add("--budget-gib", type=float, metavar="GIB", help="recompute what it takes to fit")
     add("--trace", type=Path, metavar="FILE", help="write the timelines in Chrome's trace format")
@@ -78,8 +87,12 @@ def register(commands: Subparsers) -> None:
     add_size_options(sizes)
     add_model_options(sizes)
     _add_schedule_options(parser.add_argument_group("schedule"))
-    _add_hardware_options(parser.add_argument_group("hardware"))
+    hardware = parser.add_argument_group("hardware")
+    _add_hardware_options(hardware)
     parser.set_defaults(handler=run_simulate)
+    rates = [action.dest for action in hardware._group_actions]
+    others = ["json", "trace", "budget_gib", "schemes", "host_layer_bytes"]
+    add_launch_options(parser, beside=[*rates, *others])
 
 
 def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
@@ -148,31 +161,51 @@ def _add_hardware_options(group: argparse._ArgumentGroup) -> None:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Play a step of every scheme and print what it costs."""
-    cluster = cluster_of(args)
+    forecast, cluster = forecast_of(args), cluster_of(args)
+    if forecast is not None:
+        cluster = dataclasses.replace(
+            cluster, overlap=forecast.overlap, waits_for_sends=forecast.waits_for_sends
+        )
     budget = None if args.budget_gib is None else int(args.budget_gib * GIB)
-    results = [simulate(scheme, cluster, budget) for scheme in _schemes(args)]
+    results = [simulate(scheme, cluster, budget) for scheme in _schemes(args, forecast)]
     if args.trace is not None:
         timelines = ((r.scheme.name, r.layout, r.timeline) for r in results)
         args.trace.write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
     if args.json:
-        fields = [_fields(result, budget) for result in results]
-        print(json.dumps({"cluster": dataclasses.asdict(cluster), "schemes": fields}, indent=2))
+        fields = {
+            "cluster": dataclasses.asdict(cluster),
+            "schemes": [_fields(result, budget) for result in results],
+        }
+        print(json.dumps(fields | launch_fields(forecast), indent=2))
     else:
-        print(describe(results, args, budget))
+        print(with_remarks(describe(results, cluster, args, budget), forecast))
     return 0
 
 
-def _schemes(args: argparse.Namespace) -> list[Scheme]:
-    sizes = model_sizes(args, "simulate")
-    found = schemes(
-        stage_layout(args),
-        sizes,
-        streams=args.streams,
-        block_layers=args.block_layers,
-        block_sublayers=args.block_sublayers,
-        num_microbatches=args.pp if args.microbatches is None else args.microbatches,
-        group_size=args.microbatch_group_size,
-    )
+def _schemes(args: argparse.Namespace, forecast: Forecast | None) -> list[Scheme]:
+    if forecast is None:
+        found = schemes(
+            stage_layout(args),
+            model_sizes(args, "simulate"),
+            streams=args.streams,
+            block_layers=args.block_layers,
+            block_sublayers=args.block_sublayers,
+            num_microbatches=args.pp if args.microbatches is None else args.microbatches,
+            group_size=args.microbatch_group_size,
+        )
+    else:
+        plan = forecast.plan
+        found = schemes(
+            plan.layout,
+            plan.sizes,
+            streams=plan.residual.streams,
+            block_layers=plan.residual.block_layers,
+            block_sublayers=1
+            if plan.residual.mechanism == "attnres"
+            else plan.residual.block_sublayers,
+            num_microbatches=plan.num_microbatches,
+            group_size=plan.group_size,
+        )
     return [scheme for scheme in found if scheme.name in args.schemes]
 
 
@@ -209,12 +242,14 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     )
 
 
-def describe(results: list[Result], args: argparse.Namespace, budget: int | None) -> str:
+def describe(
+    results: list[Result], cluster: Cluster, args: argparse.Namespace, budget: int | None
+) -> str:
     """The schemes side by side, then their ranks."""
     first = results[0]
     layout, memory = first.layout, first.scheme.memory
-    schedule = "1F1B" if layout.num_chunks == 1 else f"interleaved, overlap {args.overlap}"
-    gpus = layout.num_ranks * args.tp * args.cp
+    schedule = "1F1B" if layout.num_chunks == 1 else f"interleaved, overlap {cluster.overlap}"
+    gpus = layout.num_ranks * memory.sizes.tp * memory.sizes.cp
     lines = [
         f"{layout.num_layers} layers, P={layout.num_ranks}, V={layout.num_chunks} ({schedule}), "
         f"{memory.num_microbatches} micro-batches, [s, b, h] row of "
@@ -222,16 +257,16 @@ def describe(results: list[Result], args: argparse.Namespace, budget: int | None
         f"one replica of {gpus} {args.gpu} GPUs, {args.ranks_per_node} pipeline rank(s) per node, "
         f"network {args.network}",
         "",
-        *_table([_record(result, first, budget) for result in results]),
+        *table([_record(result, first, budget) for result in results]),
         "",
         ASSUMPTIONS,
         *whole_rows_note(args.tp, args.sequence_parallel),
         "",
         "compute by rank, ms:",
-        *_table([_ranks(each, [f"{s * MS:.1f}" for s in each.busy_s]) for each in results]),
+        *table([_ranks(each, [f"{s * MS:.1f}" for s in each.busy_s]) for each in results]),
         "",
         "peak by rank:",
-        *_table(
+        *table(
             [
                 _ranks(each, [format_bytes(rank.peak_bytes) for rank in each.prediction.ranks])
                 for each in results
@@ -266,19 +301,6 @@ def _row_bytes(result: Result) -> int:
 
 def _ranks(result: Result, cells: list[str]) -> dict[str, str]:
     return {"scheme": result.scheme.name, **{f"r{r}": cell for r, cell in enumerate(cells)}}
-
-
-def _table(records: list[dict[str, str]]) -> list[str]:
-    columns = list(records[0])
-    rows = [columns, *([record[column] for column in columns] for record in records)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _fields(result: Result, budget: int | None) -> dict[str, Any]:

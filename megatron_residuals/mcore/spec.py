@@ -121,10 +121,12 @@ def block_submodules(
     return ResidualBlockSubmodules(stock.layer_specs, stock.layer_norm, spec.params[RESIDUAL])
 
 
-def _stock_block(
-    config: Any, vp_stage: int | None, pp_rank: int | None
-) -> TransformerBlockSubmodules:
-    """What the host's GPT builder would take for this configuration."""
+def check_layers(config: Any) -> None:
+    """Refuse a configuration for which the host's GPT builder takes other layers than we would.
+
+    Raises:
+        ValueError: naming the option.
+    """
     for name in OTHER_LAYERS if config.num_moe_experts else OTHER_LAYERS + OTHER_DENSE_LAYERS:
         value = getattr(config, name, None)
         if value:
@@ -132,6 +134,13 @@ def _stock_block(
                 f"{name} = {value!r} has layer specs of its own; build them and pass them through "
                 "megatron_residuals.specs.residual_spec(base_spec, config)"
             )
+
+
+def _stock_block(
+    config: Any, vp_stage: int | None, pp_rank: int | None
+) -> TransformerBlockSubmodules:
+    """What the host's GPT builder would take for this configuration."""
+    check_layers(config)
     return get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -83,6 +84,20 @@ _FSDP = "parameters of a mechanism cannot be sharded by layer; use --use-distrib
 TRAINING_REFUSALS = (Refusal("use_torch_fsdp2", _FSDP), Refusal("use_megatron_fsdp", _FSDP))
 
 
+def check_options(config: Any, args: argparse.Namespace, residual: ResidualConfig) -> None:
+    """Refuse a launch that `check_model` would refuse, by its options alone.
+
+    What the machine that trains must have installed is not looked for: this may be another one.
+
+    Args:
+        args: of Megatron's training loop.
+
+    Raises:
+        ValueError: listing every refused option with its value and what to do.
+    """
+    _refuse([*_option_faults(config, args), *_recompute_faults(config, residual)])
+
+
 def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfig) -> None:
     """Refuse a model that would run wrong.
 
@@ -94,17 +109,25 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
     Raises:
         ValueError: listing every refused option with its value and what to do.
     """
-    faults = [
-        f"{option} = {getattr(holder, option)!r}: {advice}"
-        for holder, refusals in ((config, REFUSALS), (global_args(), TRAINING_REFUSALS))
-        for option, advice in refusals
-        if getattr(holder, option, None) not in OFF
-    ]
+    faults = _option_faults(config, global_args())
     faults.extend(_kernel_faults(config, residual))
     faults.extend(_recompute_faults(config, residual))
     faults.extend(_quantized_norm_faults(config, layer_specs, residual))
     faults.extend(_host_faults(config))
     faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
+    _refuse(faults)
+
+
+def _option_faults(config: Any, args: argparse.Namespace | None) -> list[str]:
+    return [
+        f"{option} = {getattr(holder, option)!r}: {advice}"
+        for holder, refusals in ((config, REFUSALS), (args, TRAINING_REFUSALS))
+        for option, advice in refusals
+        if getattr(holder, option, None) not in OFF
+    ]
+
+
+def _refuse(faults: list[str]) -> None:
     if faults:
         raise ValueError(
             fault_list("this model cannot run with a replaced residual connection", faults)

@@ -11,11 +11,32 @@ from megatron_residuals.text import count_faults, raise_faults
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Of multi-latent attention, in place of one head size.
+
+    Attributes:
+        query_rank: of the compressed queries; None: they are projected in one step.
+        rank: of the compressed keys and values.
+        head_size: of a query or key without the part that rotates, which has ``rope_size`` more.
+        value_size: of a value.
+    """
+
+    query_rank: int | None
+    rank: int
+    head_size: int
+    rope_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """What the bytes of activations depend on; the whole model's sizes, and how they are split.
 
     Attributes:
         query_groups: of grouped-query attention; None: as many as heads.
+        kv_channels: of one query, key or value; None: hidden_size / num_heads.
+        latent: of multi-latent attention; None: of the ordinary one.
+        qk_norm: whether queries and keys are normalised, each head by itself.
         gated: whether the MLP is gated (SwiGLU, GeGLU), so that its first projection is doubled.
         rope: whether rotary positions are applied to queries and keys.
         vocab_size: 0 leaves the logits out of account.
@@ -37,6 +58,9 @@ class ModelSizes:
     ffn_hidden_size: int
     num_heads: int
     query_groups: int | None = None
+    kv_channels: int | None = None
+    latent: LatentSizes | None = None
+    qk_norm: bool = False
     gated: bool = False
     rope: bool = True
     unfused_rms_norm: bool = False
@@ -60,8 +84,9 @@ class ModelSizes:
 
     def _split_faults(self) -> list[str]:
         parts = self.cp * (self.tp if self.sequence_parallel else 1)
+        one_size = self.num_heads if self.kv_channels is None and self.latent is None else 1
         checks = (
-            ("hidden_size", self.hidden_size, "heads", self.num_heads),
+            ("hidden_size", self.hidden_size, "heads", one_size),
             ("num_heads", self.num_heads, "query groups", self.groups),
             ("num_heads", self.num_heads, "tensor-parallel ranks", self.tp),
             ("ffn_hidden_size", self.ffn_hidden_size, "tensor-parallel ranks", self.tp),
@@ -80,8 +105,8 @@ class ModelSizes:
 
     @property
     def head_size(self) -> int:
-        """Of one query, key or value."""
-        return self.hidden_size // self.num_heads
+        """Of one query, key or value of ordinary attention."""
+        return self.kv_channels or self.hidden_size // self.num_heads
 
     @property
     def wide_bytes(self) -> int:
@@ -137,8 +162,10 @@ def host_bytes(sizes: ModelSizes, kind: str) -> int:
 
     The input of each (the norm's output) belongs to the residual path. Assumes no dropout, softmax
     in float32 for 16-bit models, no fused kernels, no bias after the output projections that would
-    be kept (the host keeps none). Layers of Transformer Engine keep other things; measure one, and
-    give its bytes as ``ModelSizes.host_layer_bytes``, which then all stand with its attention.
+    be kept (the host keeps none). With latent attention or normalised queries it is an estimate:
+    what fused layers keep, and the probabilities. Layers of Transformer Engine keep other things;
+    measure one, and give its bytes as ``ModelSizes.host_layer_bytes``, which then all stand with
+    its attention.
 
     Raises:
         ValueError: no such kind of sublayer is known.
@@ -154,6 +181,9 @@ def host_bytes(sizes: ModelSizes, kind: str) -> int:
 def _attention_bytes(sizes: ModelSizes) -> int:
     element, tokens = sizes.element_bytes, sizes.region_tokens
     heads, sequence = sizes.num_heads // sizes.tp, sizes.seq_length // sizes.cp
+    softmax = _scores(sizes) * (element if element >= 4 else element + 4)
+    if sizes.latent is not None or sizes.qk_norm:
+        return _attention_values(sizes) * element + softmax
     queries = tokens * heads * sizes.head_size
     if sizes.groups == sizes.num_heads:
         projected = 5 * queries if sizes.rope else 3 * queries
@@ -161,8 +191,6 @@ def _attention_bytes(sizes: ModelSizes) -> int:
         keys = 0 if sizes.rope or sizes.groups > sizes.tp else tokens * sizes.head_size
         projected = 3 * queries + 2 * keys
     angles = 4 * sequence * sizes.head_size if sizes.rope else 0
-    scores = sizes.micro_batch_size * heads * sequence * sizes.seq_length
-    softmax = scores * (element if element >= 4 else element + 4)
     return (queries + projected + angles) * element + softmax
 
 
@@ -171,15 +199,39 @@ def _mlp_bytes(sizes: ModelSizes) -> int:
     return (5 if sizes.gated else 2) * ffn * sizes.element_bytes
 
 
-def flash_layer_bytes(sizes: ModelSizes) -> int:
+def flash_layer_bytes(sizes: ModelSizes, *, unfused_attention: bool = False) -> int:
     """Estimate of the same for fused layers with flash attention, attention and MLP together.
 
     Kept: queries, keys, values and context, one float32 number per token and head, and of the MLP
-    what goes into the activation and what comes out of it. Nothing grows with s x s. Measure a
-    layer where it matters: versions of Transformer Engine differ.
+    what goes into the activation and what comes out of it. Nothing grows with s x s, unless
+    attention alone is unfused and keeps its probabilities. Measure a layer where it matters:
+    versions of Transformer Engine differ.
     """
     tokens, heads = sizes.region_tokens, sizes.num_heads // sizes.tp
-    groups = max(1, sizes.groups // sizes.tp)
-    attention = (2 * heads + 2 * groups) * sizes.head_size * sizes.element_bytes + 4 * heads
+    attention = _attention_values(sizes) * sizes.element_bytes + 4 * heads * tokens
+    if unfused_attention:
+        attention += _scores(sizes) * sizes.element_bytes
     mlp = (3 if sizes.gated else 2) * sizes.ffn_hidden_size // sizes.tp * sizes.element_bytes
-    return tokens * (attention + mlp)
+    return attention + tokens * mlp
+
+
+def _attention_values(sizes: ModelSizes) -> int:
+    """Elements of queries, keys, values and context, and of what they are made from.
+
+    Latent attention keeps what is compressed before and after its norm, on the tokens of the
+    residual path, with the one rotated part of all keys beside it.
+    """
+    heads, latent = sizes.num_heads // sizes.tp, sizes.latent
+    if latent is not None:
+        head = 2 * (latent.head_size + latent.rope_size) + 2 * latent.value_size
+        compressed = 2 * (latent.query_rank or 0) + 2 * latent.rank + latent.rope_size
+        return sizes.region_tokens * heads * head + sizes.tokens * compressed
+    groups = max(1, sizes.groups // sizes.tp)
+    vectors = 2 * heads + 2 * groups + (heads + groups if sizes.qk_norm else 0)
+    return sizes.region_tokens * vectors * sizes.head_size
+
+
+def _scores(sizes: ModelSizes) -> int:
+    """Attention's scores, one for each query, key and head of this rank."""
+    queries = sizes.seq_length // sizes.cp
+    return sizes.micro_batch_size * sizes.num_heads // sizes.tp * queries * sizes.seq_length

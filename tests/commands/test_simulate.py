@@ -139,7 +139,7 @@ def test_the_trace_is_written_and_can_be_read(
     [
         ("simulate --layers 4 --pp 2", "simulate: missing: --seq-length"),
         (f"{SMALL} --layout 'Et*4|(t*4|)*2t*4L'", "leave --vpp out"),
-        (f"{SMALL} --microbatch-group-size-per-virtual-pipeline-stage 3", "groups of at least 4"),
+        (f"{SMALL} --microbatch-group-size 3", "groups of at least 4"),
         (f"{SMALL} --efficiency 2", "efficiency is 2"),
         (f"{SMALL} --network-gb-per-s 0", "links between nodes have 0 bytes/s"),
         (f"{SMALL} --ranks-per-node 0", "ranks_per_node is 0"),

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What surrounds the model in a training run.
 
+reading                        a launch as the host reads it, ahead of the run
+forecast, passed_over          its arguments in the planner's terms; what they leave out of account
 startup                        what a run prints when its model is built
 checkpoint                     the record of a residual in checkpoints, compared before they load
 warm_start                     training that starts from the weights of a plain model

@@ -7,15 +7,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_residuals._version import __version__
 from megatron_residuals.mcore import install
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.support import host_warnings
+from megatron_residuals.mcore.training.forecast import model_sizes
 from megatron_residuals.mcore.training.optimizer import check_multipliers_are_heard
 from megatron_residuals.planner.memory import MemoryPlan
-from megatron_residuals.planner.sizes import ModelSizes
 from megatron_residuals.planner.storages import RESIDUAL
 from megatron_residuals.text import format_bytes
 
@@ -79,17 +80,7 @@ def _memory(route: Route, config: Any) -> list[str]:
     if args is None or config.recompute_granularity == "full":
         return []
     try:
-        sizes = ModelSizes(
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_heads=config.num_attention_heads,
-            tp=config.tensor_model_parallel_size,
-            sequence_parallel=config.sequence_parallel,
-            cp=config.context_parallel_size,
-            element_bytes=2 if config.bf16 or config.fp16 else 4,
-        )
+        sizes, _ = model_sizes(args, config, for_gpus=torch.cuda.is_available())
         micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         plan = MemoryPlan(
             route.plan.layout,
