@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.kernels import external, liger_streams
+from megatron_residuals.kernels.common import libraries
+from megatron_residuals.kernels.streams import liger
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import (
     is_quantized,
@@ -170,11 +171,11 @@ def _has_dense_layers(config: Any) -> bool:
 def _kernel_faults(config: Any, residual: ResidualConfig) -> list[str]:
     """What is known of external libraries before they are tried."""
     kernels = residual.kernels
-    if kernels not in external.LIBRARIES or residual.mechanism == "residual":
+    if kernels not in libraries.LIBRARIES or residual.mechanism == "residual":
         return []
-    faults = [external.fault(kernels, config.params_dtype)]
+    faults = [libraries.fault(kernels, config.params_dtype)]
     if kernels == "liger" and residual.mechanism == "mhc":
-        faults.append(liger_streams.fault(residual.streams, residual.mhc_convention))
+        faults.append(liger.fault(residual.streams, residual.mhc_convention))
     return [f"--residual-kernels {kernels}: {fault}" for fault in faults if fault]
 
 
