@@ -1,5 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="untyped-decorator"
 """Which implementation computes a mechanism: the one place where that is decided.
 
 A choice is ``auto``, ``torch``, ``triton`` or the name of a library, which does not come this way

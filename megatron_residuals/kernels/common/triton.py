@@ -11,11 +11,12 @@ addresses have 64 bits, sums are float32 in an order that depends on shapes alon
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from megatron_residuals.kernels.common.dispatch import interpreting
 
@@ -102,7 +103,9 @@ def dot_mapping(left, high, low, BRIEF: tl.constexpr):
         return tl.dot(left, high, input_precision="tf32x3")
 
 
-def operator(signature: str, *, changes: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+def custom_operator(
+    signature: str, *, changes: tuple[str, ...] = ()
+) -> Callable[[Callable[..., object]], CustomOpDef]:
     """A decorator that makes a function a custom operator, opaque to compilers and graph capture.
 
     Args:

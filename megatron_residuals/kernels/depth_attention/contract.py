@@ -4,9 +4,9 @@
 
 For a function of ``functional.depth_attention`` it has one of the same name, and one for its
 gradients. Tensors are contiguous, one row for each token: sources, values and gradients [T, d];
-numbers per token [T]. A direction is query o key_gain [d], those of S readers are [S, d]; directions
-and numbers are float32, or of the dtype of the sources where that is wider. How scores lie in
-memory is the backend's own affair.
+numbers per token [T]. A direction is query o key_gain [d], those of S readers are [S, d];
+directions and numbers are float32, or of the dtype of the sources where that is wider. How scores
+lie in memory is the backend's own affair.
 
 Whatever is computed for a reader is computed by operations on its numbers alone, in one order and
 one shape: the result does not depend, to the last bit, on which other readers share the pass.

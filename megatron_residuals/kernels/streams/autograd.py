@@ -116,10 +116,10 @@ class UpdateAndRead(torch.autograd.Function):
                 ctx.options,
             )
         found: tuple[Tensor | None, ...]
-        if isinstance(d_before, StreamUpdate) and given is not None:
-            found = _shaped(d_before, given)
-        else:
+        if isinstance(d_before, Tensor):
             found = (d_before.view(streams.shape), None, None, None)
+        else:
+            found = _shaped(d_before, StreamUpdate(streams, output, h_post, h_res))
         narrowed = [new.to(each.dtype) for new, each in zip(d_weights, weights, strict=True)]
         return wanted(ctx, None, None, *found, *narrowed)
 

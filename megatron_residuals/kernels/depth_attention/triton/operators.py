@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.functional.depth_attention import ClosedRead, SourceScores
-from megatron_residuals.kernels.common.triton import operator
+from megatron_residuals.kernels.common.triton import custom_operator
 from megatron_residuals.kernels.depth_attention.contract import Merged
 from megatron_residuals.kernels.depth_attention.triton import launches
 
@@ -29,7 +29,9 @@ def spread(tensors: Sequence[Tensor], places: Sequence[int], count: int) -> list
     return found
 
 
-@operator("read_sources(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)")
+@custom_operator(
+    "read_sources(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)"
+)
 def read_sources(
     sources: list[Tensor], direction: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +46,7 @@ def _(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Ten
     return torch.empty_like(sources[0]), direction.new_empty(shape), direction.new_empty(shape)
 
 
-@operator(
+@custom_operator(
     "read_sources_backward(Tensor gradient, Tensor[] sources, Tensor direction, Tensor[] scores, "
     "Tensor(a!)[] sums, int[] of_sums, Tensor(b!)[] fresh, int[] of_fresh) -> Tensor",
     changes=("sums", "fresh"),
@@ -70,7 +72,7 @@ def _(gradient: Tensor, sources: list[Tensor], direction: Tensor, *_: object) ->
     return torch.empty_like(direction)
 
 
-@operator("read_closed(Tensor[] sources, Tensor directions, float eps) -> Tensor[]")
+@custom_operator("read_closed(Tensor[] sources, Tensor directions, float eps) -> Tensor[]")
 def read_closed(sources: list[Tensor], directions: Tensor, eps: float) -> list[Tensor]:
     """Phase 1: values [T, d] of S readers, lse [S, T]; dots [S, m, T], rstd [m, T]."""
     values, lses, scores = launches.closed(sources, directions, eps)
@@ -85,7 +87,7 @@ def _(sources: list[Tensor], directions: Tensor, eps: float) -> list[Tensor]:
     return [*values, *map(directions.new_empty, shapes)]
 
 
-@operator(
+@custom_operator(
     "read_closed_backward(Tensor?[] gradients, Tensor?[] d_lses, Tensor[] sources, "
     "Tensor directions, Tensor[] scores, Tensor(a!)[] sums, int[] of_sums) -> Tensor",
     changes=("sums",),
@@ -110,7 +112,9 @@ def _(gradients: object, d_lses: object, sources: object, directions: Tensor, *_
     return torch.empty_like(directions)
 
 
-@operator("merge_running(Tensor[] read, Tensor partial, Tensor? output, float eps) -> Tensor[]")
+@custom_operator(
+    "merge_running(Tensor[] read, Tensor partial, Tensor? output, float eps) -> Tensor[]"
+)
 def merge_running(
     read: list[Tensor], partial: Tensor, output: Tensor | None, eps: float
 ) -> list[Tensor]:
@@ -125,7 +129,7 @@ def _(read: list[Tensor], partial: Tensor, output: Tensor | None, eps: float) ->
     return [torch.empty_like(partial), total, *[torch.empty_like(read[1]) for _ in range(3)]]
 
 
-@operator(
+@custom_operator(
     "merge_running_backward(Tensor gradient, Tensor? d_partial, Tensor direction, "
     "Tensor[] merged) -> Tensor[]"
 )

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.functional.streams import MhcOptions, MhcWeights, StreamRead, StreamUpdate
-from megatron_residuals.kernels.common.triton import operator
+from megatron_residuals.kernels.common.triton import custom_operator
 from megatron_residuals.kernels.streams.contract import Kept
 from megatron_residuals.kernels.streams.triton import boundary, launches
 
 
-@operator("read_streams(Tensor streams, Tensor h_pre) -> Tensor")
+@custom_operator("read_streams(Tensor streams, Tensor h_pre) -> Tensor")
 def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
     """[T, n, d], [T, n] -> [T, d]"""
     return launches.read(streams, h_pre)
@@ -28,7 +28,7 @@ def _(streams: Tensor, h_pre: Tensor) -> Tensor:
     return streams.new_empty(streams.shape[0], streams.shape[2])
 
 
-@operator(
+@custom_operator(
     "read_streams_backward(Tensor gradient, Tensor streams, Tensor h_pre) -> (Tensor, Tensor)"
 )
 def read_streams_backward(
@@ -45,7 +45,7 @@ def _(gradient: Tensor, streams: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]
     return torch.empty_like(streams), torch.empty_like(h_pre)
 
 
-@operator("write_streams(Tensor[] update) -> Tensor")
+@custom_operator("write_streams(Tensor[] update) -> Tensor")
 def write_streams(update: list[Tensor]) -> Tensor:
     """The streams behind a write."""
     return launches.write(StreamUpdate(*update))
@@ -56,7 +56,7 @@ def _(update: list[Tensor]) -> Tensor:
     return torch.empty_like(update[0])
 
 
-@operator("write_streams_backward(Tensor gradient, Tensor[] update) -> Tensor[]")
+@custom_operator("write_streams_backward(Tensor gradient, Tensor[] update) -> Tensor[]")
 def write_streams_backward(gradient: Tensor, update: list[Tensor]) -> list[Tensor]:
     """Gradients of the update."""
     given = StreamUpdate(*update)
@@ -68,7 +68,7 @@ def _(gradient: Tensor, update: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(each) for each in update]
 
 
-@operator(
+@custom_operator(
     "update_and_read(Tensor[] before, Tensor[] weights, "
     "str convention, int iterations, float eps) -> Tensor[]"
 )
@@ -96,7 +96,7 @@ def _(
     return [*written, streams.new_empty(tokens, d), *map(mapping.new_empty, shapes)]
 
 
-@operator(
+@custom_operator(
     "update_and_read_backward(Tensor[] gradients, Tensor[] kept, Tensor[] update, "
     "Tensor[] weights, str convention, int iterations, float eps) -> Tensor[]"
 )

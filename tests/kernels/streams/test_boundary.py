@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import functional, kernels
-from megatron_residuals.functional import StreamUpdate
-from megatron_residuals.kernels import planes
+from megatron_residuals.functional import MhcOptions, MhcWeights, StreamUpdate
+from megatron_residuals.kernels.streams.pytorch import passes
 from megatron_residuals.testing import assert_close
-from tests.kernels.boundary_case import BoundaryCase, errors
+from tests.kernels.streams.boundary_case import BoundaryCase, errors
 
 CASES = [
     BoundaryCase(n, 7, (2, 3), convention, updates)
@@ -67,7 +67,7 @@ def test_chunks_of_tokens_do_not_show(case: BoundaryCase, monkeypatch: pytest.Mo
     case = BoundaryCase(case.n, case.d, (37,), case.convention, case.updates)
     tensors = case.tensors(torch.float64)
     values, gradients = case.gradients(case.run, tensors, torch.float64)
-    monkeypatch.setattr(planes, "CACHED_NUMBERS", 1)
+    monkeypatch.setattr(passes, "CACHED_NUMBERS", 1)
     again, again_gradients = case.gradients(case.run, tensors, torch.float64)
     assert max(errors([*again, *again_gradients], [*values, *gradients])) <= 1e-14
 
@@ -97,8 +97,8 @@ def test_autocast_around_the_backward_of_coefficients_changes_nothing() -> None:
     found = []
     for enabled in (False, True):
         leaf = mapping.clone().requires_grad_()
-        options = {"convention": "paper", "iterations": 3, "eps": 1e-6}
-        value = kernels.mhc_coefficients(streams, leaf, bias, alpha, **options).h_res
+        weights, options = MhcWeights(leaf, bias, alpha), MhcOptions("paper", 3, 1e-6)
+        value = kernels.mhc_coefficients(streams, weights, options).h_res
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             value.square().sum().backward()
         found.append(leaf.grad)
@@ -133,10 +133,10 @@ def test_hooks_on_every_edge_see_the_true_partial_gradient(case: BoundaryCase) -
         found: list[Tensor] = []
         for value in (onward, between.x, between.h_post, between.h_res):
             value.register_hook(found.append)
-        update = StreamUpdate(between.x.sin(), between.h_post, between.h_res)
-        options = {"convention": case.convention, "iterations": 3, "eps": 1e-2}
+        update = StreamUpdate(onward, between.x.sin(), between.h_post, between.h_res)
         package = kernels if function == first.run else functional
-        after = package.update_and_read(onward, update, *leaves[4:], **options)
+        options = MhcOptions(case.convention, 3, 1e-2)
+        after = package.update_and_read(update, MhcWeights(*leaves[4:]), options)
         values = (after.streams, after.x, after.h_post, after.h_res)
         torch.autograd.backward(values, case.cotangents(values, torch.float64))
         seen.append(sorted(found, key=lambda gradient: tuple(gradient.shape)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import functional, kernels
-from megatron_residuals.functional import Boundary, StreamUpdate
+from megatron_residuals.functional import MhcOptions, MhcWeights, StreamRead, StreamUpdate
 from tests.functional.loops import random_tensors
 
 ACTIVATIONS = 2  # of the inputs, in the model's dtype: streams and output
@@ -50,37 +50,31 @@ class BoundaryCase:
         wide = torch.promote_types(dtype, torch.float32)
         return [x.to(dtype if i < ACTIVATIONS else wide) for i, x in enumerate(inputs)]
 
-    def run(self, *tensors: Tensor, backend: str = "torch") -> Boundary:
+    def run(self, *tensors: Tensor, backend: str = "torch") -> StreamRead:
         """The kernel."""
-        streams, update, weights = self._arguments(tensors)
-        return kernels.update_and_read(
-            streams, update, *weights, **self._options(), backend=backend
-        )
+        return kernels.update_and_read(*self._arguments(tensors), self.options, backend=backend)
 
-    def reference(self, *tensors: Tensor) -> Boundary:
+    def reference(self, *tensors: Tensor) -> StreamRead:
         """The specification."""
-        streams, update, weights = self._arguments(tensors)
-        return functional.update_and_read(streams, update, *weights, **self._options())
+        return functional.update_and_read(*self._arguments(tensors), self.options)
 
-    def rounding_reference(self, dtype: torch.dtype) -> Callable[..., Boundary]:
+    def rounding_reference(self, dtype: torch.dtype) -> Callable[..., StreamRead]:
         """The specification in float64, but for streams that are rounded to a dtype once written.
 
         The rounding counts as the identity in its gradient.
         """
 
-        def compute(*tensors: Tensor) -> Boundary:
-            streams, update, weights = self._arguments(tensors)
-            if update is not None:
-                written = functional.write_streams(
-                    streams, update.h_post, update.h_res, update.output
-                )
+        def compute(*tensors: Tensor) -> StreamRead:
+            streams, weights = self._arguments(tensors)
+            if isinstance(streams, StreamUpdate):
+                written = functional.write_streams(streams)
                 streams = written + (written.to(dtype).double() - written).detach()
-            return functional.update_and_read(streams, None, *weights, **self._options())
+            return functional.update_and_read(streams, weights, self.options)
 
         return compute
 
     def gradients(
-        self, function: Callable[..., Boundary], tensors: list[Tensor], dtype: torch.dtype
+        self, function: Callable[..., StreamRead], tensors: list[Tensor], dtype: torch.dtype
     ) -> tuple[Values, list[Tensor | None]]:
         """Streams, x, h_post, h_res, h_pre; and the gradients for random cotangents of a dtype."""
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
@@ -99,13 +93,13 @@ class BoundaryCase:
             for i, value in enumerate(values)
         ]
 
-    def _arguments(
-        self, tensors: tuple[Tensor, ...]
-    ) -> tuple[Tensor, StreamUpdate | None, tuple[Tensor, ...]]:
-        return tensors[0], StreamUpdate(*tensors[1:4]) if self.updates else None, tensors[4:]
+    @property
+    def options(self) -> MhcOptions:
+        return MhcOptions(self.convention, self.iterations, self.eps)
 
-    def _options(self) -> dict[str, object]:
-        return {"convention": self.convention, "iterations": self.iterations, "eps": self.eps}
+    def _arguments(self, tensors: tuple[Tensor, ...]) -> tuple[StreamUpdate | Tensor, MhcWeights]:
+        before = StreamUpdate(*tensors[:4]) if self.updates else tensors[0]
+        return before, MhcWeights(*tensors[4:])
 
 
 def largest_error(actual: object, exact: object) -> float:

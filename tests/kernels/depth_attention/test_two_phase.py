@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_residuals import functional, kernels
 from megatron_residuals.testing import assert_close
 from tests.functional.loops import random_tensors
-from tests.kernels.attnres_block import EPS, Block, gradients
+from tests.kernels.depth_attention.block import EPS, Block, gradients
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EVERY_SHAPE = [(1, 1), (1, 4), (2, 1), (3, 4), (9, 2)]  # sources, readers
@@ -67,7 +67,7 @@ def test_nothing_depends_to_the_last_bit_on_who_shares_a_pass(
 
 @every_dtype
 def test_kept_are_references_and_the_announced_numbers_per_token(dtype: torch.dtype) -> None:
-    """m (S + 1) for the first phase, three for each merge; x is the reader's own."""
+    """m (S + 1) for phase 1, three for each merge; x is the reader's own."""
     sources, readers, tokens = 3, 4, 30
     block, kept = Block.random(sources, readers, dtype, tokens, 1, d=64), []
 
@@ -112,7 +112,7 @@ def test_readers_that_nobody_used_and_frozen_inputs_change_nothing_for_others() 
     block = Block.random(3, 3, torch.float64, 4, 2)
     first = kernels.read_closed(block.sources, block.directions, eps=EPS)[0]
     alone = kernels.read_closed(block.sources, block.directions[:1], eps=EPS)[0]
-    pairs = [gradients_of([read.values, read.log_sum], block.sources) for read in (first, alone)]
+    pairs = [gradients_of([read.values, read.lse], block.sources) for read in (first, alone)]
     assert all(map(torch.equal, *pairs))
     full = gradients(block.two_phase(), block.leaves)
     leaves = block.leaves

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import config, functional, kernels
-from megatron_residuals.kernels import external
+from megatron_residuals.kernels.common import libraries
 from tests.functional.loops import random_tensors
-from tests.kernels.attnres_block import Block, gradients
-from tests.kernels.stand_ins import provide, take_away
+from tests.kernels.depth_attention.block import Block, gradients
+from tests.kernels.libraries.stand_ins import provide, take_away
 
 calls: list[int] = []
 
@@ -45,7 +45,7 @@ def test_fla_reads_for_one_sublayer_and_not_in_two_phases(monkeypatch: pytest.Mo
     found = [gradients(each, block.leaves) for each in (actual, expected)]
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="first phase of a read; allowed: auto, torch, triton"):
+    with pytest.raises(ValueError, match="phase 1 of a read; allowed: auto, torch, triton"):
         block.two_phase(backend="fla")
 
 
@@ -73,4 +73,4 @@ def test_a_missing_installation_and_an_unknown_dtype_are_refused(
 
 
 def test_the_libraries_are_those_that_the_configuration_allows() -> None:
-    assert tuple(external.LIBRARIES) == config.LIBRARIES
+    assert tuple(libraries.LIBRARIES) == config.LIBRARIES

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import functional, kernels
-from megatron_residuals.kernels import external, liger_reads, liger_streams
-from megatron_residuals.kernels.dispatch import interpreting
+from megatron_residuals.kernels.common import libraries
+from megatron_residuals.kernels.common.dispatch import interpreting
 from megatron_residuals.modules.hyper_connection import ManifoldHyperConnection
 from megatron_residuals.modules.state import StreamState
 from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
 from megatron_residuals.testing import assert_close
 from tests.functional.loops import random_tensors
-from tests.kernels.attnres_block import Block, gradients
-from tests.kernels.boundary_case import BoundaryCase, errors
+from tests.kernels.depth_attention.block import Block, gradients
+from tests.kernels.streams.boundary_case import BoundaryCase, errors
 
 LIBRARY = "liger_kernel.transformers.functional"
 # rows of a tile that lie behind the last token are divided 0 / 0 and then dropped
@@ -53,7 +53,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the comparison of the first use, which a test that compares can do without."""
-    monkeypatch.setattr(external, "compare", lambda *_: None)
+    monkeypatch.setattr(libraries, "compare", lambda *_: None)
 
 
 def detached(tensors: list[Tensor]) -> list[Tensor | None]:
@@ -93,7 +93,7 @@ def test_a_boundary_of_mhc_equals_the_reference_in_float64(
 ) -> None:
     tensors = case.tensors(dtype)
 
-    def liger(*inputs: Tensor) -> functional.Boundary:
+    def liger(*inputs: Tensor) -> functional.StreamRead:
         return case.run(*inputs, backend="liger")
 
     values, found = case.gradients(liger, tensors, dtype)
@@ -160,6 +160,8 @@ def test_no_tokens_are_no_fault() -> None:
     (gradient,) = torch.autograd.grad(written.sum(), [streams])
     assert x.shape == (0, 12) and gradient.shape == streams.shape
     empty = [torch.empty(0, 12), torch.empty(0, 12)]
-    read = liger_reads.read_sources(empty, torch.ones(12), torch.ones(12), eps=1e-6)
+    weights = torch.ones(12), torch.ones(12)
+    read = kernels.read_sources(empty, *weights, eps=1e-6, backend="liger")
     assert read.shape == (0, 12)
-    assert liger_streams.read_streams(streams, torch.empty(0, 2)).shape == (0, 12)
+    h_pre = torch.empty(0, 2)
+    assert kernels.read_streams(streams, h_pre, backend="liger").shape == (0, 12)

@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_residuals import functional, kernels
 from megatron_residuals.modules.hyper_connection import HyperConnection
 from tests.functional.loops import random_tensors
-from tests.kernels.boundary_case import BoundaryCase
-from tests.kernels.stand_ins import provide, take_away
+from tests.kernels.libraries.stand_ins import provide, take_away
+from tests.kernels.streams.boundary_case import BoundaryCase
 
 LIBRARY = "liger_kernel.transformers.functional"
 
@@ -38,21 +38,15 @@ def coeffs(
     streams: Tensor, phi: Tensor, bias: Tensor, *alphas: Tensor, tmax: int, **eps: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As Liger's, whose matrix is [old, new]."""
-    h_pre, h_post, h_res = functional.mhc_coefficients(
-        streams,
-        phi.t(),
-        bias,
-        torch.stack(alphas),
-        convention="dsv4",
-        iterations=tmax,
-        eps=eps["rms_eps"],
-    )
+    weights = functional.MhcWeights(phi.t(), bias, torch.stack(alphas))
+    options = functional.MhcOptions("dsv4", tmax, eps["rms_eps"])
+    h_pre, h_post, h_res = functional.mhc_coefficients(streams, weights, options)
     return h_pre, h_post, h_res.transpose(-1, -2)
 
 
 def post_res(streams: Tensor, output: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     """As Liger's."""
-    return functional.write_streams(streams, h_post, h_res, output)
+    return functional.write_streams(functional.StreamUpdate(streams, output, h_post, h_res))
 
 
 RIGHT: dict[str, Callable[..., Any]] = {
@@ -87,7 +81,7 @@ def test_a_right_installation_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 COMPILED = """
 import pytest, torch
-from tests.kernels import test_liger_refusals as here
+from tests.kernels.libraries import test_liger_refusals as here
 with pytest.MonkeyPatch.context() as patch:
     here.install(patch)
     graphs = []
@@ -105,7 +99,7 @@ def test_a_compiler_calls_the_library_and_does_not_trace_it() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMPILED],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env=environment,
         capture_output=True,
         text=True,

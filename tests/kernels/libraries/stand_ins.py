@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_residuals.kernels import external
+from megatron_residuals.kernels.depth_attention import libraries
 
 
 def provide(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
@@ -22,10 +22,10 @@ def provide(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> 
     for key, function in functions.items():
         setattr(module, key, function)
     monkeypatch.setitem(sys.modules, name, module)
-    external._check_read.cache_clear()
+    libraries._check.cache_clear()
 
 
 def take_away(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Importing the module fails as if it were not there."""
     monkeypatch.setitem(sys.modules, name, None)
-    external._check_read.cache_clear()
+    libraries._check.cache_clear()

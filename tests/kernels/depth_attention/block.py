@@ -86,7 +86,7 @@ class Block:
         for size in parts or (len(self.directions),):
             directions = self.directions[first : first + size]
             for read in library.read_closed(sources, directions, eps=EPS, **closed):
-                x, partial = library.merge_running(*read, partial, pending, eps=EPS, **options)
+                x, partial = library.merge_running(read, partial, pending, eps=EPS, **options)
                 found.append(x)
                 pending = self.outputs[len(found) - 1]
             first += size

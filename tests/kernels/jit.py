@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every launch as on a GPU, up to the GPU: Triton binds the arguments and compiles for sm_90.
 
-    python -m tests.kernels.triton.jit
+    python -m tests.kernels.jit
 
 In a process of its own, without the interpreter. Nothing is computed, so all numbers are garbage;
 what is seen is that no launch fails, and that no other number of tokens compiles a kernel again.
@@ -20,8 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megatron_residuals import kernels
-from megatron_residuals.kernels import dispatch
-from tests.kernels.boundary_case import BoundaryCase
+from megatron_residuals.functional import StreamUpdate
+from megatron_residuals.kernels.common import dispatch
+from tests.kernels.streams.boundary_case import BoundaryCase
 
 TOKENS = (1, 3, 16, 17, 1000)
 Step = Callable[[int], None]
@@ -83,7 +84,7 @@ def streams(tokens: int) -> None:
     x, output, post, res, pre = drawn(
         *((tokens, 3, 64), (tokens, 64), (tokens, 3), (tokens, 3, 3), (tokens, 3))
     )
-    written = kernels.write_streams(x, post, res, output, backend="triton")
+    written = kernels.write_streams(StreamUpdate(x, output, post, res), backend="triton")
     backward(written, kernels.read_streams(written, pre, backend="triton"))
 
 
@@ -94,8 +95,8 @@ def reads(tokens: int, dtype: torch.dtype, d: int) -> None:
     *sources, partial, output = rows
     options = {"eps": 1e-6, "backend": "triton"}
     one, two = kernels.read_closed(sources, directions, **options)
-    x, total = kernels.merge_running(*one, partial, **options)
-    other, total = kernels.merge_running(*two, total, output, **options)
+    x, total = kernels.merge_running(one, partial, **options)
+    other, total = kernels.merge_running(two, total, output, **options)
     backward(x, other, kernels.read_sources([*sources, total], query, gain, **options))
 
 

@@ -13,17 +13,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
 
 from megatron_residuals import kernels
-from megatron_residuals.kernels import depth_chunks
-from megatron_residuals.kernels.triton import (
-    attnres_closed,
-    attnres_closed_backward,
-    attnres_launches,
-    attnres_operators,
-)
-from megatron_residuals.kernels.triton.attnres_table import addresses
+from megatron_residuals.kernels.depth_attention import pytorch, triton
+from megatron_residuals.kernels.depth_attention.triton import launches, operators
+from megatron_residuals.kernels.depth_attention.triton.table import addresses
 from tests.functional.loops import random_tensors
-from tests.kernels.attnres_block import EPS, Block, gradients
-from tests.kernels.triton.launch_spy import LaunchSpy, poison_new_memory
+from tests.kernels.depth_attention.block import EPS, Block, gradients
+from tests.kernels.launch_spy import LaunchSpy, poison_new_memory
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 Blocks = Callable[..., list[Tensor]]
@@ -40,13 +35,13 @@ every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 
 
 KERNELS = {
-    "read_kernel": "one-phase",
-    "read_backward_kernel": "one-phase",
+    "read_sources_kernel": "one-phase",
+    "read_sources_backward_kernel": "one-phase",
     "merge_kernel": "two-phase",
     "merge_backward_kernel": "two-phase",
     "scores_kernel": "two-phase",
     "mix_kernel": "two-phase",
-    "products_kernel": "two-phase",
+    "source_products_kernel": "two-phase",
     "accumulate_kernel": "two-phase",
 }
 
@@ -55,11 +50,9 @@ KERNELS = {
 def spy(monkeypatch: pytest.MonkeyPatch) -> LaunchSpy:
     """Memory that nobody has written to is NaN, and launches are counted."""
     poison_new_memory(monkeypatch)
-    launches = LaunchSpy()
-    for module in (attnres_launches, attnres_closed, attnres_closed_backward):
-        names = [name for name in KERNELS if hasattr(module, name)]
-        launches.watch(monkeypatch, module, *names)
-    return launches
+    spy = LaunchSpy()
+    spy.watch(monkeypatch, launches, *KERNELS)
+    return spy
 
 
 def errors(path: str, block: Block, backend: str) -> list[float]:
@@ -99,28 +92,25 @@ def test_many_sources_and_wide_models(path: str, shape: tuple[int, ...]) -> None
 
 
 def test_more_readers_and_tokens_than_one_program_takes() -> None:
-    """The first phase alone, with a reader that nobody used and a source that is frozen."""
+    """Phase 1 alone, with a reader that nobody used and a source that is frozen."""
     draw, tokens, d = random_tensors(6), 70, 24
     sources = [draw(tokens, d) for _ in range(3)]
-    directions, log_sums = draw(17, d), [draw(tokens) for _ in range(17)]
+    directions, d_lses = draw(17, d), [draw(tokens) for _ in range(17)]
     given = [None if s == 2 else draw(tokens, d) for s in range(17)]
     found = []
-    for library, dtype in ((attnres_launches, torch.float32), (depth_chunks, torch.float64)):
+    for backend, dtype in ((triton, torch.float32), (pytorch, torch.float64)):
         own, rows = [each.to(dtype) for each in sources], directions.to(dtype)
-        forward = library.closed_forward(own, rows, EPS)
-        total = torch.ones_like(own[0])
-        d_directions, fresh = library.closed_backward(
+        values, lses, scores = backend.read_closed(own, rows, EPS)
+        sums = [torch.ones_like(own[0]), torch.zeros_like(own[1]), None]
+        d_directions = backend.read_closed_backward(
             [None if each is None else each.to(dtype) for each in given],
-            [each.to(dtype) for each in log_sums],
+            [each.to(dtype) for each in d_lses],
             own,
             rows,
-            forward.dots,
-            forward.inverse_rms,
-            [total, None, None],
-            [True, True, False],
+            scores,
+            sums,
         )
-        assert fresh[0] is None and fresh[1] is not None and fresh[2] is None
-        found.append([*forward.values, forward.log_sums, d_directions, total, fresh[1]])
+        found.append([*values, lses, d_directions, *sums[:2]])
     for mine, exact in zip(*found, strict=True):
         assert float((mine.double() - exact).norm() / exact.norm()) <= BOUNDS[torch.float32]
 
@@ -172,26 +162,27 @@ def test_a_table_holds_the_address_of_every_tensor_and_zero_for_none(count: int)
     assert table.tolist() == [0 if each is None else each.data_ptr() for each in tensors]
 
 
-def leaves_of(*shape: int) -> list[Tensor]:
-    draw = random_tensors(4)
-    sizes = [shape, shape, (2, shape[-1]), shape, shape]
-    return [draw(*each).float().requires_grad_() for each in sizes]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_operators_keep_what_they_promise_to_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schemas, fakes and gradients, as torch.library.opcheck knows them."""
+    """Schemas, fakes, and what they change in place, as torch.library.opcheck knows them."""
     monkeypatch.undo()
-    first, second, directions, partial, output = leaves_of(3, 24)
-    log_sum = torch.randn(3, requires_grad=True)
-    direction = directions[0].detach().requires_grad_()
-    for operator, arguments in (
-        (attnres_operators.attnres_read, ([first, second], direction, EPS)),
-        (attnres_operators.attnres_closed, ([first, second], directions, EPS)),
-        (attnres_operators.attnres_merge, (first, log_sum, direction, partial, output, EPS)),
-        (attnres_operators.attnres_merge, (first, log_sum, direction, partial, None, EPS)),
-    ):
-        torch.library.opcheck(operator, arguments)
+    draw = random_tensors(4)
+    first, second, partial, output, gradient = (draw(3, 24).float() for _ in range(5))
+    sources, directions, lse = [first, second], draw(2, 24).float(), draw(3).float()
+    direction, check = directions[0].clone(), torch.library.opcheck
+    x, *scores = operators.read_sources(sources, direction, EPS)
+    check(operators.read_sources, (sources, direction, EPS))
+    changed = [torch.zeros(3, 24)], [1], [torch.empty(3, 24)], [0]
+    check(operators.read_sources_backward, (gradient, sources, direction, scores, *changed))
+    *_, dots, rstd = operators.read_closed(sources, directions, EPS)
+    check(operators.read_closed, (sources, directions, EPS))
+    given = [gradient, None], [None, lse], sources, directions, [dots, rstd]
+    check(operators.read_closed_backward, (*given, [torch.zeros(3, 24)], [1]))
+    for added, later in ((output, gradient), (None, None)):
+        arguments = ([first, lse, direction], partial, added, EPS)
+        check(operators.merge_running, arguments)
+        merged = operators.merge_running(*arguments)
+        merged[1] = partial if added is None else merged[1]
+        check(operators.merge_running_backward, (gradient, later, direction, merged))
 
 
 @every_path

@@ -13,18 +13,20 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from megatron_residuals.kernels.triton import launches, tiles  # noqa: E402
-from tests.kernels.boundary_case import BoundaryCase, errors  # noqa: E402
-from tests.kernels.triton.launch_spy import DEVICE, LaunchSpy, poison_new_memory  # noqa: E402
+from megatron_residuals.functional import StreamUpdate  # noqa: E402
+from megatron_residuals.kernels.common.triton import Tile  # noqa: E402
+from megatron_residuals.kernels.streams.triton import launches, tiles  # noqa: E402
+from tests.kernels.launch_spy import DEVICE, LaunchSpy, poison_new_memory  # noqa: E402
+from tests.kernels.streams.boundary_case import BoundaryCase, errors  # noqa: E402
 
 KERNELS = (
-    "post_and_mix_kernel",
+    "write_and_mix_kernel",
     "halves_kernel",
     "coefficients_kernel",
-    "read_kernel",
-    "products_kernel",
+    "read_streams_kernel",
+    "stream_products_kernel",
     "coefficients_backward_kernel",
-    "planes_backward_kernel",
+    "streams_backward_kernel",
 )
 
 CASES = [
@@ -51,7 +53,7 @@ SOME += [BoundaryCase(4, 20, (3, 0))]
 
 every_case = pytest.mark.parametrize("case", CASES + WIDE, ids=str)
 # what the interpreter takes time for is steps, whatever their size; 512 does not divide 2880
-INTERPRETED_TILE = tiles.Tile(16, 512, 4)
+INTERPRETED_TILE = Tile(16, 512, 4)
 
 
 @pytest.fixture
@@ -60,9 +62,8 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> LaunchSpy:
     poison_new_memory(monkeypatch)
     monkeypatch.setattr(tiles, "GROUP_STEPS", 2)
     if DEVICE == "cpu":
-        monkeypatch.setattr(tiles, "POST_CANDIDATES", (INTERPRETED_TILE,))
-        monkeypatch.setattr(tiles, "MIX_CANDIDATES", (INTERPRETED_TILE,))
-        monkeypatch.setattr(tiles, "PLANE_CANDIDATES", (INTERPRETED_TILE,) * 2)
+        for name in ("WRITE", "MIX", "BACKWARD", "BACKWARD_FEW"):
+            monkeypatch.setattr(tiles, name, INTERPRETED_TILE)
     spy = LaunchSpy()
     spy.watch(monkeypatch, launches, *KERNELS)
     return spy
@@ -74,9 +75,9 @@ def on_device(tensors: list[Tensor]) -> list[Tensor]:
 
 def assert_launched(spy: LaunchSpy, case: BoundaryCase, dtype: torch.dtype) -> None:
     fused = case.n <= tiles.MAX_FUSED_STREAMS
-    expected = {"read_kernel", "products_kernel", "planes_backward_kernel"}
+    expected = {"read_streams_kernel", "stream_products_kernel", "streams_backward_kernel"}
     if fused or case.updates:
-        expected.add("post_and_mix_kernel")
+        expected.add("write_and_mix_kernel")
     if fused:
         expected |= {"coefficients_kernel", "coefficients_backward_kernel"}
         expected |= {"halves_kernel"} if dtype == torch.bfloat16 else set()
@@ -131,7 +132,7 @@ def test_what_a_token_gets_does_not_depend_on_the_others(
     whole, part = many.run(*tensors, backend="triton"), many.run(*few, backend="triton")
     for mine, theirs in zip(part, whole, strict=True):
         assert torch.equal(mine, theirs[:3])
-    assert spy.launches["post_and_mix_kernel"] == 2
+    assert spy.launches["write_and_mix_kernel"] == 2
 
 
 @pytest.mark.parametrize("updates", [True, False])
@@ -150,8 +151,8 @@ def test_a_write_or_a_read_alone_gives_the_bits_of_the_boundary(dtype: torch.dty
     from megatron_residuals.kernels import read_streams, write_streams
 
     case = BoundaryCase(4, 20, (70,))
-    streams, output, h_post, h_res, *_ = tensors = on_device(case.tensors(dtype))
+    tensors = on_device(case.tensors(dtype))
     found = case.run(*tensors, backend="triton")
-    written = write_streams(streams, h_post, h_res, output, backend="triton")
+    written = write_streams(StreamUpdate(*tensors[:4]), backend="triton")
     assert torch.equal(written, found.streams)
     assert torch.equal(read_streams(written, found.h_pre, backend="triton"), found.x)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,27 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from megatron_residuals import functional, kernels  # noqa: E402
-from megatron_residuals.kernels.triton import launches, operators, tiles  # noqa: E402
+from megatron_residuals.functional import StreamUpdate  # noqa: E402
+from megatron_residuals.kernels.common.triton import Tile  # noqa: E402
+from megatron_residuals.kernels.streams.triton import (  # noqa: E402
+    launches,
+    operators,
+    tiles,
+)
 from tests.functional.loops import random_tensors  # noqa: E402
-from tests.kernels.boundary_case import BoundaryCase, errors  # noqa: E402
-from tests.kernels.triton.launch_spy import DEVICE, LaunchSpy, poison_new_memory  # noqa: E402
+from tests.kernels.launch_spy import DEVICE, LaunchSpy, poison_new_memory  # noqa: E402
+from tests.kernels.streams.boundary_case import BoundaryCase, errors  # noqa: E402
 
 SHAPES = [(n, 20, (2, 3)) for n in (1, 3, 5, 16)] + [(4, 100, (70,)), (2, 7168, (1,))]
 SHAPES += [(4, 20, (2, 0))]
+
+
+VERBS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+    "read": lambda package: package.read_streams,
+    "write": lambda package: (
+        lambda *update, **options: package.write_streams(StreamUpdate(*update), **options)
+    ),
+}
 
 
 @pytest.fixture
@@ -29,11 +44,11 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> LaunchSpy:
     monkeypatch.setattr(tiles, "GROUP_STEPS", 2)
     if DEVICE == "cpu":
         # what the interpreter takes time for is steps, whatever their size
-        for name in ("POST_CANDIDATES", "PLANE_CANDIDATES"):
-            monkeypatch.setattr(tiles, name, (tiles.Tile(16, 512, 4),) * 2)
+        for name in ("WRITE", "BACKWARD", "BACKWARD_FEW"):
+            monkeypatch.setattr(tiles, name, Tile(16, 512, 4))
     spy = LaunchSpy()
-    kernels_of_streams = ("post_and_mix_kernel", "read_kernel", "products_kernel")
-    spy.watch(monkeypatch, launches, *kernels_of_streams, "planes_backward_kernel")
+    spy.watch(monkeypatch, launches, "write_and_mix_kernel", "read_streams_kernel")
+    spy.watch(monkeypatch, launches, "stream_products_kernel", "streams_backward_kernel")
     return spy
 
 
@@ -54,9 +69,9 @@ def test_values_and_gradients_are_those_of_the_specification(
     verb: str, n: int, d: int, lead: tuple[int, ...], dtype: torch.dtype, spy: LaunchSpy
 ) -> None:
     streams, output, h_post, h_res, *_ = BoundaryCase(n, d, lead).tensors(dtype)
-    tensors = [streams, h_post] if verb == "read" else [streams, h_post, h_res, output]
+    tensors = [streams, h_post] if verb == "read" else [streams, output, h_post, h_res]
     tensors = [tensor.to(DEVICE) for tensor in tensors]
-    lean, full = (getattr(each, f"{verb}_streams") for each in (kernels, functional))
+    lean, full = (VERBS[verb](package) for package in (kernels, functional))
     exact = run(full, [tensor.double() for tensor in tensors])
     mine = errors(run(lean, tensors, backend="triton"), exact)
     assert len(spy.launches) == (0 if 0 in lead else 3 if verb == "read" else 2)
@@ -73,24 +88,21 @@ def test_the_operators_keep_their_promises_to_compilers(n: int, updates: bool) -
     """Schemas, shapes of the fakes, no aliases."""
     case = BoundaryCase(n, 20, (6,), updates=updates)
     streams, *others = (tensor.to(DEVICE) for tensor in case.tensors(torch.float32))
-    update = others[:3] if updates else [None] * 3
-    options = ("paper", 3, 1e-6)
-    arguments = (streams, *update, *others[3:], *options)
-    check = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.mhc_boundary, arguments, test_utils=check)
-    written, read, h_pre, h_post, h_res, mixes = operators.mhc_boundary(*arguments)
-    kept = (written if updates else streams, h_pre, mixes)
-    before = (streams, *update) if updates else (None,) * 4
-    backward = (streams, read, h_post, h_res, *kept, *before, *others[3:], *options)
-    torch.library.opcheck(operators.mhc_boundary_backward, backward, test_utils=check)
-    output, h_post, h_res = others[:3]
-    torch.library.opcheck(operators.streams_read, (streams, h_post), test_utils=check)
-    torch.library.opcheck(
-        operators.streams_read_backward, (read, streams, h_post), test_utils=check
-    )
-    write = (streams, output, h_post, h_res)
-    torch.library.opcheck(operators.streams_write, write, test_utils=check)
-    torch.library.opcheck(operators.streams_write_backward, (streams, *write), test_utils=check)
+    output, h_post, h_res, *weights = others
+    update, options = [streams, output, h_post, h_res], ("paper", 3, 1e-6)
+    check = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+    before = update if updates else [streams]
+    arguments = (before, weights, *options)
+    check(operators.update_and_read, arguments)
+    *written, x, h_pre, new_post, new_res, mixes = operators.update_and_read(*arguments)
+    gradients, kept = [streams, x, h_pre, new_post, new_res], [*written, h_pre, mixes]
+    before = update if updates else []
+    kept = kept if updates else [streams, *kept]
+    check(operators.update_and_read_backward, (gradients, kept, before, weights, *options))
+    check(operators.read_streams, (streams, h_post))
+    check(operators.read_streams_backward, (x, streams, h_post))
+    check(operators.write_streams, (update,))
+    check(operators.write_streams_backward, (streams, update))
 
 
 def test_a_choice_that_cannot_be_met_is_refused() -> None:

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from tests.kernels.triton.interpreter import repair
+from tests.kernels.interpreter import repair
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
