@@ -92,17 +92,11 @@ def _chain(
 def _naive(
     streams: Tensor, mapping: Tensor, bias: Tensor, pre: Tensor, post: Tensor, res: Tensor
 ) -> Tensor:
-    h_pre, h_post, h_res = functional.mhc_coefficients(
-        streams,
-        mapping,
-        bias,
-        torch.cat((pre, post, res)),
-        convention="dsv4",
-        iterations=ITERATIONS,
-        eps=EPS,
-    )
+    weights = functional.MhcWeights(mapping, bias, torch.cat((pre, post, res)))
+    options = functional.MhcOptions("dsv4", ITERATIONS, EPS)
+    h_pre, h_post, h_res = functional.mhc_coefficients(streams, weights, options)
     x = functional.read_streams(streams, h_pre)
-    return functional.write_streams(streams, h_post, h_res, x)
+    return functional.write_streams(functional.StreamUpdate(streams, x, h_post, h_res))
 
 
 def _liger() -> Callable[..., Tensor]:

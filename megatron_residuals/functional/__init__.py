@@ -15,8 +15,10 @@ from megatron_residuals.functional.depth_attention import (
 )
 from megatron_residuals.functional.sinkhorn import sinkhorn_dsv4, sinkhorn_paper
 from megatron_residuals.functional.streams import (
-    Boundary,
+    MhcOptions,
+    MhcWeights,
     StreamCoefficients,
+    StreamRead,
     StreamUpdate,
     contract_streams,
     expand_streams,
@@ -29,9 +31,11 @@ from megatron_residuals.functional.streams import (
 )
 
 __all__ = [
-    "Boundary",
     "ClosedRead",
+    "MhcOptions",
+    "MhcWeights",
     "StreamCoefficients",
+    "StreamRead",
     "StreamUpdate",
     "contract_streams",
     "depth_weights",

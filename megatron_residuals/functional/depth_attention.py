@@ -3,8 +3,9 @@
 """Attention over depth: a sublayer's learned query attends to the outputs of earlier sublayers.
 
 Shapes: every source [..., d]; query and key_gain [d]. Queries are parameters, so all sublayers of a
-block can attend to the finished sources at once (`read_closed`) and later merge what they got with
-the running sum (`merge_running`); that is the same function as `read_sources` over all of them.
+block can attend to the finished sources at once (phase 1, `read_closed`) and later merge what they
+got with the running sum (phase 2, `merge_running`); that is the same function as `read_sources`
+over all of them.
 """
 
 from __future__ import annotations
@@ -18,23 +19,54 @@ from torch import Tensor
 from megatron_residuals.functional.precision import wide, without_autocast
 
 
-def score_sources(
-    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float
-) -> tuple[Tensor, Tensor]:
-    """dot_j = <source_j, query o key_gain> and r_j = 1 / rms(source_j).    -> two of [m, ...]
+class SourceScores(NamedTuple):
+    """What the logits of m sources are made of, float32 or wider: <source_j, direction>, 1 / rms.
 
-    The logit of a source is their product. The sources are read one by one, never stacked.
+    ``direction`` is query o key_gain, into which the gain of the keys' norm folds.
     """
-    dtype = wide(sources[0]).dtype
-    direction = query.to(dtype) * key_gain.to(dtype)
-    dots, inverse_rms = [], []
+
+    dots: Tensor
+    rstd: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """query . RMSNorm(source_j; key_gain)."""
+        return self.rstd * self.dots
+
+
+class ClosedRead(NamedTuple):
+    """What the finished sources alone give one reader.
+
+    Attributes:
+        values: weighted sum over these sources [..., d], in their dtype.
+        lse: log of the sum of the exponentials of their logits [...], float32 or wider.
+        direction: query o key_gain of the reader [d], float32 or wider.
+    """
+
+    values: Tensor
+    lse: Tensor
+    direction: Tensor
+
+
+def direction_of(query: Tensor, key_gain: Tensor, source: Tensor) -> Tensor:
+    """query o key_gain [d] in the dtype of the scores of a source: float32 or wider."""
+    dtype = wide(source).dtype
+    return query.to(dtype) * key_gain.to(dtype)
+
+
+def score_sources(sources: Sequence[Tensor], direction: Tensor, *, eps: float) -> SourceScores:
+    """dot_j = <source_j, direction> and rstd_j = 1 / rms(source_j).    -> two of [m, ...]
+
+    The sources are read one by one, never stacked.
+    """
+    dots, rstd = [], []
     for source in sources:
-        keys = source.to(dtype)
-        inverse_rms.append(torch.rsqrt(keys.square().mean(-1) + eps))
+        keys = source.to(direction.dtype)
+        rstd.append(torch.rsqrt(keys.square().mean(-1) + eps))
         with without_autocast(keys):
             scores = torch.mv(keys.reshape(-1, keys.shape[-1]), direction)
         dots.append(scores.view(keys.shape[:-1]))
-    return torch.stack(dots), torch.stack(inverse_rms)
+    return SourceScores(torch.stack(dots), torch.stack(rstd))
 
 
 def depth_weights(
@@ -43,10 +75,10 @@ def depth_weights(
     """alpha = softmax_j( query . RMSNorm(source_j; key_gain) ).    -> [m, ...], float32 or wider
 
     Attention Residuals (arXiv 2603.15031), section 3: no 1/sqrt(d), one softmax per token over the
-    m sources. The gain folds into the query.
+    m sources.
     """
-    dots, inverse_rms = score_sources(sources, query, key_gain, eps=eps)
-    return torch.softmax(inverse_rms * dots, dim=0)
+    direction = direction_of(query, key_gain, sources[0])
+    return torch.softmax(score_sources(sources, direction, eps=eps).logits, dim=0)
 
 
 def mix_sources(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -67,57 +99,34 @@ def read_sources(
     return mix_sources(sources, depth_weights(sources, query, key_gain, eps=eps))
 
 
-class ClosedRead(NamedTuple):
-    """What the finished sources alone give one reader.
-
-    Attributes:
-        values: weighted sum over these sources [..., d], in their dtype.
-        log_sum: log of the sum of the exponentials of their logits [...], float32 or wider.
-        direction: query o key_gain of the reader [d], float32 or wider.
-    """
-
-    values: Tensor
-    log_sum: Tensor
-    direction: Tensor
-
-
 def read_closed(
     sources: Sequence[Tensor], directions: Tensor, *, eps: float
 ) -> tuple[ClosedRead, ...]:
-    """First phase: what every reader gets from the finished sources.
+    """Phase 1: what every reader gets from the finished sources.
 
     directions [S, d] are the products query o key_gain of S readers (Attention Residuals, section
     4.2).
     """
     reads = []
     for direction in directions.to(wide(sources[0]).dtype).unbind():
-        gain = torch.ones_like(direction)
-        dots, inverse_rms = score_sources(sources, direction, gain, eps=eps)
-        logits = inverse_rms * dots
+        logits = score_sources(sources, direction, eps=eps).logits
         values = mix_sources(sources, torch.softmax(logits, dim=0))
         reads.append(ClosedRead(values, torch.logsumexp(logits, dim=0), direction))
     return tuple(reads)
 
 
 def merge_running(
-    values: Tensor,
-    log_sum: Tensor,
-    direction: Tensor,
-    partial: Tensor,
-    output: Tensor | None = None,
-    *,
-    eps: float,
+    read: ClosedRead, partial: Tensor, output: Tensor | None = None, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Second phase: one reader's x [..., d] and the running sum, an output added to it first.
+    """Phase 2: one reader's x [..., d] and the running sum, an output added to it first.
 
-    x = (1 - p) values + p partial with p = sigmoid(logit of the partial - log_sum): the online
-    softmax over the finished sources and one more. ``output`` is what a sublayer has returned and
-    nobody added yet.
+    x = (1 - p) values + p partial with p = sigmoid(logit of the partial - lse): the online softmax
+    over the finished sources and one more. ``output`` is what a sublayer has returned and nobody
+    added yet.
     """
     if output is not None:
         partial = partial + output
-    gain = torch.ones_like(direction)
-    dots, inverse_rms = score_sources([partial], direction, gain, eps=eps)
-    share = torch.sigmoid(inverse_rms[0] * dots[0] - log_sum)
-    x = mix_sources([values, partial], torch.stack([1 - share, share]))
+    direction = read.direction.to(wide(partial).dtype)
+    weight = torch.sigmoid(score_sources([partial], direction, eps=eps).logits[0] - read.lse)
+    x = mix_sources([read.values, partial], torch.stack([1 - weight, weight]))
     return x, partial

@@ -25,21 +25,78 @@ class StreamCoefficients(NamedTuple):
 
 
 class StreamUpdate(NamedTuple):
-    """A write that is still to be done: output [..., d], h_post [..., n], h_res [..., n, n]."""
+    """A write that is still to be done.
 
+    Attributes:
+        streams: as they are before it [..., n, d].
+        output: what the sublayer computed [..., d].
+        h_post, h_res: its coefficients [..., n] and [..., n, n].
+    """
+
+    streams: Tensor
     output: Tensor
     h_post: Tensor
     h_res: Tensor
 
 
-class Boundary(NamedTuple):
-    """What lies between two sublayers: the streams there, the next input x and coefficients."""
+class StreamRead(NamedTuple):
+    """What lies between two sublayers: the streams there, the next input x and its coefficients."""
 
     streams: Tensor
     x: Tensor
     h_pre: Tensor
     h_post: Tensor
     h_res: Tensor
+
+
+class MhcWeights(NamedTuple):
+    """What mHC learns for one sublayer, ordered pre, post, res (row-major).
+
+    Attributes:
+        mapping: [2n + n^2, n d].
+        bias: [2n + n^2].
+        alpha: [3].
+    """
+
+    mapping: Tensor
+    bias: Tensor
+    alpha: Tensor
+
+
+class MhcOptions(NamedTuple):
+    """How mHC gets from logits to coefficients.
+
+    Attributes:
+        convention: ``paper``: h_res[new, old] as projected. ``dsv4`` (DeepSeek-V4): the projected
+            matrix is comb[old, new], transposed to h_res; eps is added to h_pre and in the Sinkhorn
+            steps.
+        iterations: of Sinkhorn.
+        eps: of the norm, and where the convention adds it.
+    """
+
+    convention: str
+    iterations: int
+    eps: float
+
+    @property
+    def is_dsv4(self) -> bool:
+        """Whether the projected matrix is [old, new], and eps enters sums and gates."""
+        return self.convention == "dsv4"
+
+    @property
+    def step_eps(self) -> float:
+        """The eps of gates and divisions."""
+        return self.eps if self.is_dsv4 else 0.0
+
+    def checked(self) -> MhcOptions:
+        """Itself.
+
+        Raises:
+            ValueError: the convention is neither paper nor dsv4.
+        """
+        if self.convention not in ("paper", "dsv4"):
+            raise ValueError(f"convention is {self.convention!r}; allowed: paper, dsv4")
+        return self
 
 
 def _weighted(equation: str, coefficients: Tensor, streams: Tensor) -> Tensor:
@@ -68,11 +125,12 @@ def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
     return mixed.to(streams.dtype)
 
 
-def write_streams(streams: Tensor, h_post: Tensor, h_res: Tensor, output: Tensor) -> Tensor:
+def write_streams(update: StreamUpdate) -> Tensor:
     """streams'[j] = sum_i h_res[j, i] streams[i] + h_post[j] output.    (mHC, eq. 1)
 
-    output [..., d] is what the sublayer computed; the result has the shape and dtype of streams.
+    The result has the shape and dtype of the streams.
     """
+    streams, output, h_post, h_res = update
     mixed = _weighted("...ji,...id->...jd", h_res, streams)
     written = h_post.unsqueeze(-1) * wide(output).unsqueeze(-2)
     return (mixed + written).to(streams.dtype)
@@ -94,99 +152,73 @@ def contract_streams(streams: Tensor, how: str, weights: Tensor | None = None) -
 
 
 def mhc_coefficients(
-    streams: Tensor,
-    mapping: Tensor,
-    bias: Tensor,
-    alpha: Tensor,
-    *,
-    convention: str,
-    iterations: int,
-    eps: float,
+    streams: Tensor, weights: MhcWeights, options: MhcOptions
 ) -> StreamCoefficients:
     """Coefficients of mHC from one RMS-normalised projection of all streams (mHC, eq. 7-9).
 
-        u = rsqrt(mean(vec(x)^2) + eps),  h = alpha u (mapping vec(x)) + bias
+        rstd = 1 / sqrt(mean(vec(x)^2) + eps),  h = alpha rstd (mapping vec(x)) + bias
         h_pre = sigmoid(h), h_post = 2 sigmoid(h), h_res = Sinkhorn(h)
 
-    mapping [2n + n^2, n d] and bias [2n + n^2] are ordered pre, post, res (row-major); alpha [3].
-    ``convention="paper"``: h_res[new, old] as projected. ``"dsv4"`` (DeepSeek-V4): the projected
-    matrix is comb[old, new], transposed here; eps is added to h_pre and in the Sinkhorn steps.
+    Raises:
+        ValueError: the convention is neither paper nor dsv4.
     """
-    logits = mhc_logits(streams, mapping, bias, alpha, eps=eps)
-    return mhc_activations(
-        logits,
-        num_streams=streams.shape[-2],
-        convention=convention,
-        iterations=iterations,
-        eps=eps,
-    )
+    logits = mhc_logits(streams, weights, options)
+    return mhc_activations(logits, streams.shape[-2], options)
 
 
-def mhc_logits(
-    streams: Tensor, mapping: Tensor, bias: Tensor, alpha: Tensor, *, eps: float
-) -> Tensor:
-    """h = alpha u (mapping vec(x)) + bias.    -> [..., 2n + n^2], as in ``mhc_coefficients``"""
+def mhc_logits(streams: Tensor, weights: MhcWeights, options: MhcOptions) -> Tensor:
+    """h = alpha rstd (mapping vec(x)) + bias.    -> [..., 2n + n^2], as in ``mhc_coefficients``"""
     num_streams = streams.shape[-2]
-    flat = wide(streams).flatten(-2)
-    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
     sizes = (num_streams, num_streams, num_streams * num_streams)
-    gates = torch.cat([gate.expand(size) for gate, size in zip(alpha, sizes, strict=True)])
-    return inverse_rms * _project(flat, mapping) * gates + bias
+    gates = torch.cat([gate.expand(size) for gate, size in zip(weights.alpha, sizes, strict=True)])
+    return _normed_projection(streams, weights.mapping, options.eps) * gates + weights.bias
 
 
-def mhc_activations(
-    logits: Tensor, *, num_streams: int, convention: str, iterations: int, eps: float
-) -> StreamCoefficients:
+def _normed_projection(streams: Tensor, mapping: Tensor, eps: float) -> Tensor:
+    flat = wide(streams).flatten(-2)
+    rstd = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    return rstd * _project(flat, mapping)
+
+
+def mhc_activations(logits: Tensor, num_streams: int, options: MhcOptions) -> StreamCoefficients:
     """Gates and mixing matrix from their logits, the second half of ``mhc_coefficients``.
 
     Raises:
         ValueError: the convention is neither paper nor dsv4.
     """
-    if convention not in ("paper", "dsv4"):
-        raise ValueError(f"convention is {convention!r}; allowed: paper, dsv4")
+    eps, iterations = options.checked().eps, options.iterations
     pre, post, res = logits.split((num_streams, num_streams, num_streams**2), dim=-1)
     h_pre, h_post = torch.sigmoid(pre), 2 * torch.sigmoid(post)
     res = res.unflatten(-1, (num_streams, num_streams))
-    if convention == "dsv4":
+    if options.is_dsv4:
         comb = sinkhorn_dsv4(res, iterations=iterations, eps=eps)
         return StreamCoefficients(h_pre + eps, h_post, comb.transpose(-1, -2))
     return StreamCoefficients(h_pre, h_post, sinkhorn_paper(res, iterations=iterations))
 
 
 def update_and_read(
-    streams: Tensor,
-    update: StreamUpdate | None,
-    mapping: Tensor,
-    bias: Tensor,
-    alpha: Tensor,
-    *,
-    convention: str,
-    iterations: int,
-    eps: float,
-) -> Boundary:
+    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+) -> StreamRead:
     """A write, then coefficients of mHC from what was written, and the read with them.
 
-    Without an update the streams are read as they are.
+    Given streams alone, there is nothing to be written, and they are read as they are.
+
+    Raises:
+        ValueError: the convention is neither paper nor dsv4.
     """
-    if update is not None:
-        streams = write_streams(streams, update.h_post, update.h_res, update.output)
-    coefficients = mhc_coefficients(
-        streams, mapping, bias, alpha, convention=convention, iterations=iterations, eps=eps
-    )
-    return Boundary(streams, read_streams(streams, coefficients.h_pre), *coefficients)
+    streams = write_streams(before) if isinstance(before, StreamUpdate) else before
+    coefficients = mhc_coefficients(streams, weights, options)
+    return StreamRead(streams, read_streams(streams, coefficients.h_pre), *coefficients)
 
 
 def mhc_head_weights(
     streams: Tensor, mapping: Tensor, bias: Tensor, scale: Tensor, *, eps: float
 ) -> Tensor:
-    """w = sigmoid(scale u (mapping vec(x)) + bias) + eps: the learned contraction of DeepSeek-V4.
+    """w = sigmoid(scale rstd (mapping vec(x)) + bias) + eps: DeepSeek-V4's learned contraction.
 
     mapping [n, n d], bias [n], scale [1]  ->  [..., n] in at least float32.
     """
-    flat = wide(streams).flatten(-2)
-    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
-    mixes = inverse_rms * _project(flat, mapping)
-    return torch.sigmoid(scale * mixes + bias) + eps
+    return torch.sigmoid(scale * _normed_projection(streams, mapping, eps) + bias) + eps
 
 
 def hc_coefficients(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.kernels import external
+from megatron_residuals.kernels.common import libraries
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import (
     is_quantized,
@@ -193,9 +193,9 @@ def _has_dense_layers(config: Any) -> bool:
 def _kernel_faults(config: Any, residual: ResidualConfig) -> list[str]:
     """What is known of external libraries before they are tried."""
     kernels = residual.kernels
-    if kernels not in external.LIBRARIES or residual.entry.is_stock:
+    if kernels not in libraries.LIBRARIES or residual.entry.is_stock:
         return []
-    faults = [external.fault(kernels, config.params_dtype), residual.entry.kernel_fault(residual)]
+    faults = [libraries.fault(kernels, config.params_dtype), residual.entry.kernel_fault(residual)]
     return [f"--residual-kernels {kernels}: {fault}" for fault in faults if fault]
 
 

@@ -47,9 +47,7 @@ class StreamState(NamedTuple):
         """The state with nothing left to be done."""
         if self.update is None:
             return self
-        output, h_post, h_res = self.update
-        written = write_streams(self.streams, h_post, h_res, output, backend=self.kernels)
-        return StreamState(written)
+        return StreamState(write_streams(self.update, backend=self.kernels))
 
     def pack(self) -> Tensor:
         """The memory of the streams seen as rows."""

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.functional import (
+    MhcOptions,
+    MhcWeights,
     StreamCoefficients,
+    StreamUpdate,
     contract_streams,
     expand_streams,
     hc_coefficients,
@@ -38,11 +41,11 @@ def cycle(n: int) -> Tensor:
     return h_res
 
 
-def mhc_parameters(n: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """mapping, bias and alpha, all random; alpha large enough for the input to matter."""
+def mhc_parameters(n: int, seed: int = 1) -> MhcWeights:
+    """All random; alpha large enough for the input to matter."""
     draw = loops.random_tensors(seed)
-    columns = 2 * n + n * n
-    return draw(columns, n * D), draw(columns), torch.tensor([0.3, 0.2, 0.4], dtype=torch.float64)
+    columns, alpha = 2 * n + n * n, torch.tensor([0.3, 0.2, 0.4], dtype=torch.float64)
+    return MhcWeights(draw(columns, n * D), draw(columns), alpha)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -62,7 +65,7 @@ def test_reading_is_a_weighted_sum_of_the_streams(n: int) -> None:
 def test_writing_mixes_old_streams_into_new_ones_and_adds_the_output(n: int) -> None:
     draw = loops.random_tensors(n)
     streams, h_post, h_res, output = draw(6, n, D), draw(6, n), draw(6, n, n), draw(6, D)
-    written = write_streams(streams, h_post, h_res, output)
+    written = write_streams(StreamUpdate(streams, output, h_post, h_res))
     assert written.shape == streams.shape
     for t in range(6):
         for new in range(n):
@@ -74,7 +77,8 @@ def test_writing_mixes_old_streams_into_new_ones_and_adds_the_output(n: int) -> 
 
 def test_a_permutation_moves_each_stream_where_its_column_says() -> None:
     streams, output = loops.random_tensors(0)(4, D), torch.zeros(D, dtype=torch.float64)
-    moved = write_streams(streams, torch.ones(4, dtype=torch.float64), cycle(4), output)
+    h_post = torch.ones(4, dtype=torch.float64)
+    moved = write_streams(StreamUpdate(streams, output, h_post, cycle(4)))
     for i in range(4):
         assert torch.equal(moved[(i + 1) % 4], streams[i])
 
@@ -88,7 +92,8 @@ def test_the_gradient_of_a_sublayer_is_the_one_derived_by_hand() -> None:
     streams, h_pre, h_post, h_res = leaves
     output = diagonal * read_streams(streams, h_pre)
     cotangent = draw(n, D)
-    grads = torch.autograd.grad(write_streams(streams, h_post, h_res, output), leaves, cotangent)
+    written = write_streams(StreamUpdate(streams, output, h_post, h_res))
+    grads = torch.autograd.grad(written, leaves, cotangent)
     x, g, pre, post = streams.tolist(), cotangent.tolist(), h_pre.tolist(), h_post.tolist()
     res, out = h_res.tolist(), output.tolist()
     d_out = [sum(post[j] * g[j][c] for j in range(n)) for c in range(D)]
@@ -110,7 +115,7 @@ def test_the_sum_of_the_streams_is_kept_when_columns_sum_to_one() -> None:
     streams, h_post, output = draw(7, 4, D), draw(7, 4), draw(7, D)
     h_res = draw(7, 4, 4).exp()
     h_res = h_res / h_res.sum(-2, keepdim=True)
-    written = write_streams(streams, h_post, h_res, output)
+    written = write_streams(StreamUpdate(streams, output, h_post, h_res))
     close(written.sum(-2), streams.sum(-2) + h_post.sum(-1, keepdim=True) * output)
 
 
@@ -118,12 +123,11 @@ def test_the_sum_of_the_streams_is_kept_when_columns_sum_to_one() -> None:
 def test_mhc_keeps_the_sum_of_the_streams_once_sinkhorn_has_converged(convention: str) -> None:
     draw = loops.random_tensors(4)
     streams, output = draw(7, 4, D), draw(7, D)
-    mapping, bias, alpha = mhc_parameters(4)
-    _, h_post, h_res = mhc_coefficients(
-        streams, mapping, bias, 0.3 * alpha, convention=convention, iterations=400, eps=1e-25
-    )
+    weights = mhc_parameters(4)
+    weights = weights._replace(alpha=0.3 * weights.alpha)
+    _, h_post, h_res = mhc_coefficients(streams, weights, MhcOptions(convention, 400, 1e-25))
     assert (h_res - h_res.transpose(-1, -2)).abs().max() > 0.1
-    written = write_streams(streams, h_post, h_res, output)
+    written = write_streams(StreamUpdate(streams, output, h_post, h_res))
     close(written.sum(-2), streams.sum(-2) + h_post.sum(-1, keepdim=True) * output)
 
 
@@ -135,18 +139,15 @@ def test_mhc_coefficients_follow_the_equations_token_by_token(
 ) -> None:
     """With eps 1e-2 a misplaced eps (outside the root, missing in a division) is far off."""
     streams = 0.3 * loops.random_tensors(5)(2, 3, n, D)
-    mapping, bias, alpha = mhc_parameters(n)
-    options = {"convention": convention, "iterations": 3, "eps": eps}
-    actual = mhc_coefficients(streams, mapping, bias, alpha, **options)  # type: ignore[arg-type]
+    weights, options = mhc_parameters(n), MhcOptions(convention, 3, eps)
+    actual = mhc_coefficients(streams, weights, options)
     assert [tuple(t.shape) for t in actual] == [(2, 3, n), (2, 3, n), (2, 3, n, n)]
     for s in range(2):
         for b in range(3):
             expected = loops.mhc_coefficients(
                 streams[s, b].tolist(),
-                mapping.tolist(),
-                bias.tolist(),
-                alpha.tolist(),
-                **options,  # type: ignore[arg-type]
+                *[weight.tolist() for weight in weights],
+                **options._asdict(),
             )
             for mine, theirs in zip(actual, expected, strict=True):
                 close(mine[s, b], torch.tensor(theirs, dtype=torch.float64))
@@ -161,11 +162,10 @@ def test_the_bias_of_a_permutation_moves_streams_in_the_direction_of_its_convent
     mapping = torch.zeros(2 * n + n * n, n * D, dtype=torch.float64)
     res = 40 * (cycle(n) if convention == "paper" else cycle(n).T)
     bias = torch.cat((torch.zeros(2 * n, dtype=torch.float64), res.flatten()))
-    alpha = torch.ones(3, dtype=torch.float64)
-    _, h_post, h_res = mhc_coefficients(
-        streams, mapping, bias, alpha, convention=convention, iterations=20, eps=1e-20
-    )
-    moved = write_streams(streams, h_post, h_res, torch.zeros(D, dtype=torch.float64))
+    weights = MhcWeights(mapping, bias, torch.ones(3, dtype=torch.float64))
+    _, h_post, h_res = mhc_coefficients(streams, weights, MhcOptions(convention, 20, 1e-20))
+    nothing = torch.zeros(D, dtype=torch.float64)
+    moved = write_streams(StreamUpdate(streams, nothing, h_post, h_res))
     for i in range(n):
         assert (moved[(i + 1) % n] - streams[i]).abs().max() <= 1e-12
 
@@ -173,9 +173,11 @@ def test_the_bias_of_a_permutation_moves_streams_in_the_direction_of_its_convent
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_gradcheck_of_mhc_coefficients(convention: str, n: int) -> None:
-    mapping, bias, alpha = mhc_parameters(n)
-    inputs = [loops.random_tensors(7)(2, n, D), mapping, bias, alpha]
-    function = functools.partial(mhc_coefficients, convention=convention, iterations=3, eps=1e-3)
+    inputs = [loops.random_tensors(7)(2, n, D), *mhc_parameters(n)]
+
+    def function(streams: Tensor, *weights: Tensor) -> StreamCoefficients:
+        return mhc_coefficients(streams, MhcWeights(*weights), MhcOptions(convention, 3, 1e-3))
+
     leaves = [t.requires_grad_() for t in inputs]
     # Entry by entry where that is quick, along a random direction where it is not.
     assert torch.autograd.gradcheck(function, leaves, fast_mode=n > 2)
@@ -226,7 +228,7 @@ def test_hc_is_the_formula_of_its_paper_in_which_a_r_acts_transposed(
         eps=eps,
     )
     x = read_streams(streams, coefficients.h_pre)
-    written = write_streams(streams, coefficients.h_post, coefficients.h_res, 0.5 * x * x - x)
+    written = write_streams(StreamUpdate(streams, 0.5 * x * x - x, *coefficients[1:]))
     w_m, w_b, *w_r_columns = mapping.tolist()
     w_r = loops.transposed(w_r_columns)
     for t in range(6):
@@ -282,11 +284,9 @@ def test_a_contraction_that_is_unknown_or_lacks_its_weights_is_refused(how: str)
 
 
 def test_a_misspelt_convention_or_norm_is_refused_instead_of_read_as_another() -> None:
-    streams, (mapping, bias, alpha) = loops.random_tensors(14)(4, D), mhc_parameters(4)
+    streams, weights = loops.random_tensors(14)(4, D), mhc_parameters(4)
     with pytest.raises(ValueError, match="deepseek"):
-        mhc_coefficients(
-            streams, mapping, bias, alpha, convention="deepseek", iterations=2, eps=1e-6
-        )
+        mhc_coefficients(streams, weights, MhcOptions("deepseek", 2, 1e-6))
     static, hc_mapping, scale = hc_inputs(4)
     with pytest.raises(ValueError, match="layer_norm"):
         hc_coefficients(streams, static, hc_mapping, scale, norm="layer_norm", eps=1e-6)
@@ -295,15 +295,15 @@ def test_a_misspelt_convention_or_norm_is_refused_instead_of_read_as_another() -
 def test_float64_streams_work_with_float32_parameters() -> None:
     """Functions compute in at least float32, so the wider of the two wins."""
     streams, output = loops.random_tensors(15)(3, 4, D), loops.random_tensors(16)(3, D)
-    narrow = [parameter.float() for parameter in mhc_parameters(4)]
-    options = {"convention": "paper", "iterations": 3, "eps": 1e-6}
-    h_pre, h_post, h_res = mhc_coefficients(streams, *narrow, **options)  # type: ignore[arg-type]
-    wide = mhc_coefficients(streams, *(t.double() for t in narrow), **options)  # type: ignore[arg-type]
-    for mine, theirs in zip((h_pre, h_post, h_res), wide, strict=True):
+    narrow = MhcWeights(*[parameter.float() for parameter in mhc_parameters(4)])
+    options = MhcOptions("paper", 3, 1e-6)
+    found = mhc_coefficients(streams, narrow, options)
+    wide = mhc_coefficients(streams, MhcWeights(*[t.double() for t in narrow]), options)
+    for mine, theirs in zip(found, wide, strict=True):
         close(mine, theirs)
     static, mapping, scale = hc_inputs(4)
     single = StreamCoefficients(*(t.float() for t in static))
     for arguments in ((None, None), (mapping.float(), scale.float())):
         pre, post, res = hc_coefficients(streams, single, *arguments, norm="rmsnorm", eps=1e-6)
         assert read_streams(streams, pre).dtype == torch.float64
-        assert write_streams(streams, post, res, output).dtype == torch.float64
+        assert write_streams(StreamUpdate(streams, output, post, res)).dtype == torch.float64

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.functional import StreamCoefficients, mhc_coefficients, mhc_head_weights
+from megatron_residuals.functional import (
+    MhcOptions,
+    MhcWeights,
+    StreamCoefficients,
+    mhc_coefficients,
+    mhc_head_weights,
+)
 from megatron_residuals.interchange import read_residual, tensor_file, write_residual
 from megatron_residuals.interchange.public_file import (
     config_of,
@@ -86,7 +92,7 @@ def test_the_names_and_shapes_are_those_of_kimi_k3() -> None:
 def coefficients(tensors: dict[str, Tensor], streams: Tensor, eps: float) -> StreamCoefficients:
     """What DeepSeek-V4's convention makes of the exported first sublayer."""
     fn, base, scale = (tensors[f"layers.0.hc_attn_{name}"] for name in ("fn", "base", "scale"))
-    return mhc_coefficients(streams, fn, base, scale, convention="dsv4", iterations=20, eps=eps)
+    return mhc_coefficients(streams, MhcWeights(fn, base, scale), MhcOptions("dsv4", 20, eps))
 
 
 @pytest.mark.parametrize("config", [DSV4, PAPER], ids=str)
@@ -97,15 +103,13 @@ def test_the_public_parameters_are_the_same_function_in_deepseeks_convention(
     parameters = random_parameters(config)
     name = "decoder.layers.0.self_attention_residual."
     streams = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(3))
-    ours = mhc_coefficients(
-        streams,
+    weights = MhcWeights(
         parameters[name + "mapping_weight"],
         parameters[name + "bias"],
         torch.cat([parameters[f"{name}alpha_{part}"] for part in ("pre", "post", "res")]),
-        convention=config.mhc_convention,
-        iterations=20,
-        eps=config.resolved_mhc_eps,
     )
+    options = MhcOptions(config.mhc_convention, 20, config.resolved_mhc_eps)
+    ours = mhc_coefficients(streams, weights, options)
     tensors, _ = export_residual(parameters, config, LAYERS)
     public = coefficients(tensors, streams, config.resolved_mhc_eps)
     for mine, theirs in zip(ours, public, strict=True):

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import functional, kernels
-from megatron_residuals.functional import StreamCoefficients
+from megatron_residuals.functional import (
+    MhcOptions,
+    MhcWeights,
+    StreamCoefficients,
+    StreamUpdate,
+)
 from tests.functional.loops import random_tensors
 
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -79,6 +84,14 @@ def _tuple(function: Callable[..., object], **options: object) -> Flat:
     return flat
 
 
+def _write(function: Callable[..., Tensor]) -> Flat:
+    return lambda *update: (function(StreamUpdate(*update)),)
+
+
+def _mhc(function: Callable[..., StreamCoefficients], options: MhcOptions) -> Flat:
+    return lambda streams, *weights: tuple(function(streams, MhcWeights(*weights), options))
+
+
 def _hc(function: Callable[..., StreamCoefficients], norm: str, dynamic: bool) -> Flat:
     def flat(streams: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         mapping, scale = rest[3:] if dynamic else (None, None)
@@ -109,12 +122,12 @@ def stream_cases(n: int, d: int, *lead: int) -> Iterator[Case]:
         ("streams",),
         0,
     )
-    write = {"streams": streams, "h_post": draw(*lead, n), "h_res": draw(*lead, n, n)}
-    write["output"] = 3 * draw(*lead, d)
+    h_post, h_res = draw(*lead, n), draw(*lead, n, n)
+    write = {"streams": streams, "output": 3 * draw(*lead, d), "h_post": h_post, "h_res": h_res}
     yield Case(
         "write",
-        _tuple(kernels.write_streams),
-        _tuple(functional.write_streams),
+        _write(kernels.write_streams),
+        _write(functional.write_streams),
         write,
         ("streams", "output"),
         0,
@@ -122,11 +135,11 @@ def stream_cases(n: int, d: int, *lead: int) -> Iterator[Case]:
     mhc = {"streams": streams, "mapping": draw(columns, n * d) / d**0.5, "bias": draw(columns)}
     mhc["alpha"] = torch.tensor([0.3, 0.2, 0.4], dtype=torch.float64)
     for convention in ("paper", "dsv4"):
-        options = {"convention": convention, "iterations": 7, "eps": EPS}
+        options = MhcOptions(convention, 7, EPS)
         yield Case(
             f"mhc-{convention}",
-            _tuple(kernels.mhc_coefficients, **options),
-            _tuple(functional.mhc_coefficients, **options),
+            _mhc(kernels.mhc_coefficients, options),
+            _mhc(functional.mhc_coefficients, options),
             mhc,
             ("streams",),
             columns,

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import kernels
+from megatron_residuals.functional import StreamUpdate
 from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
 from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
 from megatron_residuals.modules import SourceState, StreamState
 from tests.functional.loops import random_tensors
-from tests.kernels.boundary_case import BoundaryCase
+from tests.kernels.streams.boundary_case import BoundaryCase
 
 Function = Callable[..., Sequence[Tensor]]
 EPS = 1e-2
@@ -33,7 +34,7 @@ def main(compiler: str) -> None:
     """Every case with a compiler of graphs: ``eager``, or ``aot_eager``, which takes them apart."""
     backends = ["torch"]
     if importlib.util.find_spec("triton") is not None:
-        from tests.kernels.triton.interpreter import repair
+        from tests.kernels.interpreter import repair
 
         repair()
         backends.append("triton")
@@ -70,7 +71,7 @@ def streams(backend: str) -> tuple[Function, list[Tensor]]:
     shapes = ((6, 3, 20), (6, 3), (6, 3, 3), (6, 20), (6, 3))
 
     def run(x: Tensor, post: Tensor, res: Tensor, output: Tensor, pre: Tensor) -> list[Tensor]:
-        written = kernels.write_streams(x, post, res, output, backend=backend)
+        written = kernels.write_streams(StreamUpdate(x, output, post, res), backend=backend)
         return [written, kernels.read_streams(written, pre, backend=backend)]
 
     return run, [draw(*shape).float() for shape in shapes]
@@ -86,8 +87,8 @@ def reads(backend: str) -> tuple[Function, list[Tensor]]:
     ) -> list[Tensor]:
         sources, options = [first, second], {"eps": EPS, "backend": backend}
         one, two = kernels.read_closed(sources, directions, **options)
-        x, total = kernels.merge_running(*one, partial, **options)
-        other, total = kernels.merge_running(*two, total, output, **options)
+        x, total = kernels.merge_running(one, partial, **options)
+        other, total = kernels.merge_running(two, total, output, **options)
         last = kernels.read_sources([*sources, total], directions[0], gain, **options)
         return [x, other, total, last]
 

@@ -81,10 +81,12 @@ def test_more_sinkhorn_iterations_keep_nothing_more(convention: str) -> None:
     (case,) = (each for each in stream_cases(4, 16, *LEAD) if each.name == f"mhc-{convention}")
     sizes = []
     for iterations in (1, 20):
-        options = {"convention": convention, "iterations": iterations, "eps": 1e-6}
+        options = functional.MhcOptions(convention, iterations, 1e-6)
 
-        def kernel(*tensors: Tensor, options: dict[str, object] = options) -> tuple[Tensor, ...]:
-            return tuple(kernels.mhc_coefficients(*tensors, **options))  # type: ignore[arg-type]
+        def kernel(
+            streams: Tensor, *weights: Tensor, options: functional.MhcOptions = options
+        ) -> tuple[Tensor, ...]:
+            return kernels.mhc_coefficients(streams, functional.MhcWeights(*weights), options)
 
         _, kept = kept_for_backward(dataclasses.replace(case, kernel=kernel), torch.float32)
         sizes.append(nbytes(kept))

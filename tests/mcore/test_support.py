@@ -15,7 +15,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.kernels import external
+from megatron_residuals.kernels.common import libraries
 from megatron_residuals.mcore import support
 from megatron_residuals.mcore.spec import replace_residual
 from megatron_residuals.mcore.support import REFUSALS, TRAINING_REFUSALS, check_model
@@ -93,7 +93,7 @@ def test_an_ordinary_model_is_accepted_and_zero_means_off() -> None:
 def test_a_library_is_refused_for_what_it_has_not(
     residual: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "is_installed", lambda choice: True)
+    monkeypatch.setattr(libraries, "is_installed", lambda choice: True)
     config = transformer_config(ToyGPT())
     config.params_dtype = torch.bfloat16
     if "float64" in message:
@@ -108,9 +108,9 @@ def test_a_library_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
     config = transformer_config(ToyGPT())
     config.params_dtype = torch.bfloat16
     dsv4 = ResidualConfig("mhc", mhc_convention="dsv4", kernels="liger")
-    monkeypatch.setattr(external, "is_installed", lambda choice: True)
+    monkeypatch.setattr(libraries, "is_installed", lambda choice: True)
     check_model(config, layer_specs(), dsv4)
-    monkeypatch.setattr(external, "is_installed", lambda choice: False)
+    monkeypatch.setattr(libraries, "is_installed", lambda choice: False)
     check_model(config, layer_specs(), ResidualConfig("residual", kernels="liger"))
     for residual in (dsv4, ResidualConfig("attnres", kernels="liger")):
         with pytest.raises(ValueError, match="kernels liger: liger-kernel is not installed"):

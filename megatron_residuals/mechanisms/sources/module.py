@@ -134,7 +134,7 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
         if self.opens_block:
             return state.reads[0].values, state
         x, partial = merge_running(
-            *state.reads[0], state.partial, state.output, eps=self.eps, backend=self.kernels
+            state.reads[0], state.partial, state.output, eps=self.eps, backend=self.kernels
         )
         return x, state._replace(partial=partial, output=None)
 

@@ -258,10 +258,10 @@ class ManifoldHyperConnections(Streams):
 
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Liger has four streams and DeepSeek's convention."""
-        from megatron_residuals.kernels import liger_streams
+        from megatron_residuals.kernels.streams import liger
 
         without = super().kernel_fault(config)
-        return without or liger_streams.fault(config.streams, config.mhc_convention)
+        return without or liger.fault(config.streams, config.mhc_convention)
 
     def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
         """With the eps that the convention fills in."""

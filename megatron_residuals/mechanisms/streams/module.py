@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.functional import StreamCoefficients, StreamUpdate, contract_streams
+from megatron_residuals.functional import (
+    MhcOptions,
+    MhcWeights,
+    StreamCoefficients,
+    StreamUpdate,
+    contract_streams,
+)
 from megatron_residuals.kernels import (
     hc_coefficients,
     mhc_coefficients,
@@ -19,7 +25,7 @@ from megatron_residuals.kernels import (
     read_streams,
     update_and_read,
 )
-from megatron_residuals.kernels.dispatch import check_choice
+from megatron_residuals.kernels.common.dispatch import check_choice
 from megatron_residuals.modules.base import ResidualHead, SublayerResidual, new_parameter
 from megatron_residuals.modules.state import StreamState
 
@@ -74,7 +80,7 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
     def write(self, pending: PendingWrite, output: Tensor) -> StreamState:
         """Streams to be mixed among themselves, with the sublayer's output added to each."""
         streams, _, h_post, h_res = pending
-        return StreamState(streams, StreamUpdate(output, h_post, h_res), self.kernels)
+        return StreamState(streams, StreamUpdate(streams, output, h_post, h_res), self.kernels)
 
 
 class HyperConnection(StreamResidual):
@@ -187,21 +193,22 @@ class ManifoldHyperConnection(StreamResidual):
 
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
         """Sigmoid gates and a Sinkhorn-normalised mixing matrix from all streams together."""
-        return mhc_coefficients(streams, *self._weights(), **self._options())
+        return mhc_coefficients(streams, self._weights(), self._options())
 
     def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
         """``read``, with the write that is still to be done and the coefficients in one step."""
+        before = state.streams if state.update is None else state.update
         streams, x, h_pre, h_post, h_res = update_and_read(
-            state.streams, state.update, *self._weights(), **self._options(), backend=self.kernels
+            before, self._weights(), self._options(), backend=self.kernels
         )
         return x, PendingWrite(streams, h_pre, h_post, h_res)
 
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _weights(self) -> MhcWeights:
         alpha = torch.cat((self.alpha_pre, self.alpha_post, self.alpha_res))
-        return self.mapping_weight, self.bias, alpha
+        return MhcWeights(self.mapping_weight, self.bias, alpha)
 
-    def _options(self) -> dict[str, Any]:
-        return {"convention": self.convention, "iterations": self.iterations, "eps": self.eps}
+    def _options(self) -> MhcOptions:
+        return MhcOptions(self.convention, self.iterations, self.eps)
 
 
 class StreamHead(ResidualHead[StreamState]):

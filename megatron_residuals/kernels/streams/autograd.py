@@ -1,0 +1,160 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of autograd that touch streams, around any backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_residuals.functional.precision import wide_dtype, without_autocast
+from megatron_residuals.functional.streams import MhcOptions, MhcWeights, StreamRead, StreamUpdate
+from megatron_residuals.kernels.common.autograd import rows, wanted
+from megatron_residuals.kernels.common.dispatch import Backend
+from megatron_residuals.kernels.streams import pytorch
+from megatron_residuals.kernels.streams.contract import Kept, StreamBackend
+
+
+class ReadStreams(torch.autograd.Function):
+    """x = sum_n h_pre[n] streams[n];  dstreams[n] = h_pre[n] g,  dh_pre[n] = <g, streams[n]>."""
+
+    @staticmethod
+    def forward(ctx: Any, name: Backend, streams: Tensor, h_pre: Tensor) -> Tensor:
+        """The weighted sum."""
+        ctx.name = name
+        ctx.save_for_backward(streams, h_pre)
+        dtype = wide_dtype(streams, h_pre)
+        with without_autocast(streams):
+            x = _backend(name).read_streams(rows(streams, 2), rows(h_pre).to(dtype))
+        return x.view(*streams.shape[:-2], streams.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the streams and of the weights."""
+        streams, h_pre = ctx.saved_tensors
+        dtype = wide_dtype(streams, h_pre)
+        with without_autocast(streams):
+            d_streams, d_pre = _backend(ctx.name).read_streams_backward(
+                rows(gradient), rows(streams, 2), rows(h_pre).to(dtype)
+            )
+        d_pre = d_pre.view(h_pre.shape).to(h_pre.dtype)
+        return wanted(ctx, None, d_streams.view(streams.shape), d_pre)
+
+
+class WriteStreams(torch.autograd.Function):
+    """streams'[j] = sum_i h_res[j, i] streams[i] + h_post[j] y.
+
+    dstreams[i] = sum_j h_res[j, i] g[j]       dh_res[j, i] = <g[j], streams[i]>
+    dy          = sum_j h_post[j] g[j]         dh_post[j]   = <g[j], y>
+    """
+
+    @staticmethod
+    def forward(ctx: Any, name: Backend, *update: Tensor) -> Tensor:
+        """The streams after the write."""
+        ctx.name = name
+        ctx.save_for_backward(*update)
+        given = StreamUpdate(*update)
+        with without_autocast(given.streams):
+            written = _backend(name).write_streams(_rows_of(given))
+        return written.view(given.streams.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the streams, the sublayer's output and the two coefficients."""
+        given = StreamUpdate(*ctx.saved_tensors)
+        with without_autocast(given.streams):
+            found = _backend(ctx.name).write_streams_backward(rows(gradient, 2), _rows_of(given))
+        return wanted(ctx, None, *_shaped(found, given))
+
+
+class UpdateAndRead(torch.autograd.Function):
+    """The values of ``StreamRead``. Without an update, the streams come out as they went in.
+
+    They do come out, so that in backward their gradient meets that of the read here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: Backend,
+        options: MhcOptions,
+        streams: Tensor,
+        output: Tensor | None,
+        h_post: Tensor | None,
+        h_res: Tensor | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """One pass over the streams."""
+        ctx.name, ctx.options = name, options
+        given = _given(streams, output, h_post, h_res)
+        before = rows(streams, 2) if given is None else _rows_of(given)
+        with without_autocast(streams):
+            found, mixes = _backend(name).update_and_read(before, _wide(weights, streams), options)
+        written = streams.view_as(streams) if given is None else found.streams.view(streams.shape)
+        lead = streams.shape[:-2]
+        x, h_pre, *others = (value.view(*lead, *value.shape[1:]) for value in found[1:])
+        ctx.mark_non_differentiable(h_pre)
+        kept = Kept(streams if given is None else written, h_pre, mixes)
+        ctx.save_for_backward(streams, output, h_post, h_res, *kept, *weights)
+        return written, x, h_pre, *others
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """One pass; for frozen inputs None."""
+        streams, output, h_post, h_res, *kept, mapping, bias, alpha = ctx.saved_tensors
+        read, h_pre, mixes = kept
+        given, weights = _given(streams, output, h_post, h_res), (mapping, bias, alpha)
+        pairs = zip(gradients, (2, 1, 1, 1, 2), strict=True)
+        with without_autocast(streams):
+            d_before, d_weights = _backend(ctx.name).update_and_read_backward(
+                StreamRead(*[rows(gradient, ndim) for gradient, ndim in pairs]),
+                Kept(rows(read, 2), rows(h_pre), mixes),
+                None if given is None else _rows_of(given),
+                _wide(weights, streams),
+                ctx.options,
+            )
+        found: tuple[Tensor | None, ...]
+        if isinstance(d_before, Tensor):
+            found = (d_before.view(streams.shape), None, None, None)
+        else:
+            found = _shaped(d_before, StreamUpdate(streams, output, h_post, h_res))
+        narrowed = [new.to(each.dtype) for new, each in zip(d_weights, weights, strict=True)]
+        return wanted(ctx, None, None, *found, *narrowed)
+
+
+def _backend(name: Backend) -> StreamBackend:
+    if name == "torch":
+        return pytorch
+    from megatron_residuals.kernels.streams import triton
+
+    return triton
+
+
+def _given(
+    streams: Tensor, output: Tensor | None, h_post: Tensor | None, h_res: Tensor | None
+) -> StreamUpdate | None:
+    if output is None or h_post is None or h_res is None:
+        return None
+    return StreamUpdate(streams, output, h_post, h_res)
+
+
+def _rows_of(update: StreamUpdate) -> StreamUpdate:
+    """A write in rows, its coefficients in float32 or wider."""
+    streams, output, h_post, h_res = update
+    dtype = wide_dtype(streams, h_res)
+    return StreamUpdate(
+        rows(streams, 2), rows(output), rows(h_post).to(dtype), rows(h_res, 2).to(dtype)
+    )
+
+
+def _shaped(flat: StreamUpdate, given: StreamUpdate) -> StreamUpdate:
+    """Gradients of a write in the shapes and dtypes of what it took."""
+    pairs = zip(flat, given, strict=True)
+    return StreamUpdate(*[found.view(each.shape).to(each.dtype) for found, each in pairs])
+
+
+def _wide(weights: tuple[Tensor, ...], streams: Tensor) -> MhcWeights:
+    dtype = wide_dtype(streams, weights[0])
+    return MhcWeights(*[weight.to(dtype) for weight in weights])

@@ -1,0 +1,63 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The backend in Triton: the functions of the contract, over custom operators.
+
+Imported only when it is chosen.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_residuals.functional.streams import MhcOptions, MhcWeights, StreamRead, StreamUpdate
+from megatron_residuals.kernels.streams.contract import Kept
+from megatron_residuals.kernels.streams.triton import operators
+
+
+def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
+    """As the contract says."""
+    x: Tensor = operators.read_streams(streams, h_pre)
+    return x
+
+
+def read_streams_backward(
+    gradient: Tensor, streams: Tensor, h_pre: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As the contract says."""
+    d_streams, d_pre = operators.read_streams_backward(gradient, streams, h_pre)
+    return d_streams, d_pre
+
+
+def write_streams(update: StreamUpdate) -> Tensor:
+    """As the contract says."""
+    written: Tensor = operators.write_streams(list(update))
+    return written
+
+
+def write_streams_backward(gradient: Tensor, update: StreamUpdate) -> StreamUpdate:
+    """As the contract says."""
+    return StreamUpdate(*operators.write_streams_backward(gradient, list(update)))
+
+
+def update_and_read(
+    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+) -> tuple[StreamRead, Tensor]:
+    """As the contract says."""
+    tensors = list(before) if isinstance(before, StreamUpdate) else [before]
+    *found, mixes = operators.update_and_read(tensors, list(weights), *options)
+    streams = [] if isinstance(before, StreamUpdate) else [before]
+    return StreamRead(*streams, *found), mixes
+
+
+def update_and_read_backward(
+    gradients: StreamRead,
+    kept: Kept,
+    update: StreamUpdate | None,
+    weights: MhcWeights,
+    options: MhcOptions,
+) -> tuple[StreamUpdate | Tensor, MhcWeights]:
+    """As the contract says."""
+    *before, mapping, bias, alpha = operators.update_and_read_backward(
+        list(gradients), list(kept), list(update or ()), list(weights), *options
+    )
+    return before[0] if update is None else StreamUpdate(*before), MhcWeights(mapping, bias, alpha)
