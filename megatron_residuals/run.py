@@ -38,8 +38,8 @@ among ARGS may be, besides those of the script:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script; returns the exit status of its set-up (0, or 2 for bad arguments)."""
-    options, script_argv = _split(list(sys.argv[1:] if argv is None else argv))
     try:
+        options, script_argv = _split(list(sys.argv[1:] if argv is None else argv))
         residual = residual_of(script_argv)
         refuse_misspelt(script_argv)
         if residual is not None:

@@ -94,6 +94,7 @@ WRONG = {  # arguments of a script: what is said, in one line
     "-residual mhc": "there is no flag -residual (did you mean --residual?)",
     "--residual mhc --no-residual-x": "there is no flag --no-residual-x",
     "--residual mch": "mechanism is 'mch' (did you mean mhc?); allowed: ",
+    "--residual nope:X": "mechanism is 'nope:X', but nope cannot be imported",
     "--residual": "argument --residual: expected one argument",
     "--residual-streams 4": "no residual mechanism given; add --residual NAME",
     "--residual mhc --residual-streams two": "--residual-streams: invalid int value: 'two'",
@@ -113,6 +114,7 @@ class Heavy:
 sys.meta_path.insert(0, Heavy())
 from megatron_residuals import run
 for words in json.load(sys.stdin):
+    sys.argv = ["run", *words]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         status = run.main(words)
     print(json.dumps([status, said.getvalue()]))

@@ -68,7 +68,7 @@ def test_a_spec_name_equals_the_same_spec_built_by_hand() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("mch", "invalid residual configuration: mechanism is 'mch'; allowed: residual, hc"),
+        ("mch", "invalid residual configuration: mechanism is 'mch' (did you mean mhc?); allowed"),
         ("mhc --hybrid-layer-pattern M*-", "pretrain.py trains a hybrid model"),
     ],
 )
