@@ -40,7 +40,9 @@ from tests.interchange.test_checkpoints import (
 )
 
 BLOCKS = ("--residual", "block_attnres", "--residual-block-layers", "2")
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:torch\.distributed is (disabled|unavailable):UserWarning"
+)
 
 
 def listing(folder: Path) -> dict[str, bytes]:
