@@ -4,34 +4,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import Order, Scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERED = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 
 
-def run(name: str, *words: str, launcher: tuple[str, ...] = ()) -> str:
-    """What an example prints."""
-    (script,) = [path for path in NUMBERED if path.stem[3:] == name]
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, str(script), *words],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
+@pytest.fixture
+def run(scripts: Scripts, tmp_path: Path) -> Callable[..., str]:
+    """Runs an example by its name, on as many ranks as torchrun would start, for what it prints."""
+
+    def run(name: str, *words: str, ranks: int = 1) -> str:
+        (script,) = [path for path in NUMBERED if path.stem[3:] == name]
+        done = scripts.run(Order([str(script), *words], tmp_path, ranks))
+        assert done.status == 0, done.log
+        return done.log
+
+    return run
 
 
 @pytest.mark.parametrize("script", NUMBERED, ids=lambda path: path.stem)
@@ -39,33 +34,34 @@ def test_an_example_is_short(script: Path) -> None:
     assert len(script.read_text(encoding="utf-8").splitlines()) < 120
 
 
-def test_the_first_loss_is_that_of_the_stock_model() -> None:
+def test_the_first_loss_is_that_of_the_stock_model(run: Callable[..., str]) -> None:
     losses = [float(loss) for loss in re.findall(r"first loss (\S+)", run("first_loss"))]
     assert len(losses) == 6
     assert losses == pytest.approx([losses[0]] * 6, abs=2e-6)
 
 
-def test_a_pipeline_is_planned() -> None:
+def test_a_pipeline_is_planned(run: Callable[..., str]) -> None:
     text = run("plan_a_pipeline")
     assert re.search(r"V=2: full +79, delta +55", text)
     assert re.search(r"V=1: full +(\d+), delta +\1,", text)
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_with_either_mechanism() -> None:
+def test_two_ranks_learn_with_either_mechanism(run: Callable[..., str]) -> None:
     for residual in ("mhc", "block_attnres(block_layers=1)"):
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-        text = run("train_two_ranks", residual, launcher=launcher)
+        text = run("train_two_ranks", residual, ranks=2)
         losses = [float(loss) for loss in re.findall(r"loss (\d\S+)", text)]
         assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_policy_that_fits_is_found() -> None:
+def test_a_policy_that_fits_is_found(run: Callable[..., str]) -> None:
     assert re.findall(r"take '(\S+)'", run("fit_into_memory")) == ["group", "mix"]
 
 
 @pytest.mark.slow
-def test_the_mechanisms_run_without_megatron_and_show_what_they_do() -> None:
+def test_the_mechanisms_run_without_megatron_and_show_what_they_do(
+    run: Callable[..., str],
+) -> None:
     text = run("look_inside")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
     assert len(losses) == 4 and losses[1] < 0.2 * losses[0] and losses[3] < 0.2 * losses[2]

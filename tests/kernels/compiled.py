@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is what ``torch.compile`` makes of every kernel one graph, and equal to the kernel?
 
-    python -m tests.kernels.compiled eager
+    python -m tests.kernels.compiled
 
 In a process of its own, since the CPU host of the tests makes ``torch.compile`` do nothing. Prints
 the cases that hold.
@@ -11,7 +11,6 @@ the cases that hold.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,10 +27,12 @@ from tests.kernels.streams.boundary_case import BoundaryCase
 
 Function = Callable[..., Sequence[Tensor]]
 EPS = 1e-2
+COMPILERS = ("eager", "aot_eager")
+"""Of graphs: one runs them as they are, one takes them apart first."""
 
 
-def main(compiler: str) -> None:
-    """Every case with a compiler of graphs: ``eager``, or ``aot_eager``, which takes them apart."""
+def main() -> None:
+    """Every case with every compiler."""
     backends = ["torch"]
     if importlib.util.find_spec("triton") is not None:
         from tests.kernels.interpreter import repair
@@ -40,7 +41,7 @@ def main(compiler: str) -> None:
         backends.append("triton")
     for backend in backends:
         for name, function, leaves in cases(backend):
-            check(f"{backend} {name}", function, leaves, compiler)
+            check(f"{backend} {name}", function, leaves)
             print(backend, name)
 
 
@@ -143,24 +144,27 @@ def source_modules(backend: str) -> tuple[Function, list[Tensor]]:
     return run, [*rows, *(p for layer in layers for p in layer.parameters())]
 
 
-def check(name: str, function: Function, leaves: list[Tensor], compiler: str) -> None:
-    """Values and gradients of all leaves, and that one graph was made."""
+def check(name: str, function: Function, leaves: list[Tensor]) -> None:
+    """Values and gradients of all leaves, and that one graph was made, for all compilers."""
     graphs: list[Any] = []
-    make = torch._dynamo.lookup_backend(compiler)
+    compiler = ""
 
-    def counting(graph: Any, inputs: Any) -> Any:
+    def every(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        return make(graph, inputs)
+        made = {name: torch._dynamo.lookup_backend(name)(graph, inputs) for name in COMPILERS}
+        return lambda *tensors: made[compiler](*tensors)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend=counting)
-    for mine, theirs in zip(outcome(compiled, leaves), outcome(function, leaves), strict=True):
-        assert (mine is None) == (theirs is None), name
-        if mine is None:
-            continue
-        torch.testing.assert_close(
-            mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}"
-        )
+    compiled = torch.compile(function, fullgraph=True, backend=every)
+    expected = outcome(function, leaves)
+    for compiler in COMPILERS:
+        for mine, theirs in zip(outcome(compiled, leaves), expected, strict=True):
+            assert (mine is None) == (theirs is None), name
+            if mine is None:
+                continue
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}"
+            )
     assert len(graphs) == 1, f"{name}: {len(graphs)} graphs"
 
 
@@ -173,4 +177,4 @@ def outcome(function: Function, leaves: list[Tensor]) -> list[Tensor | None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

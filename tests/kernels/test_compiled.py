@@ -16,16 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_one_graph_holds_a_kernel_with_the_same_values_and_gradients(compiler: str) -> None:
+def test_one_graph_holds_a_kernel_with_the_same_values_and_gradients() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiled", compiler],
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiled"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     backends = ["torch", *(["triton"] if importlib.util.find_spec("triton") else [])]
