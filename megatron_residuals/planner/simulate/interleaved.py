@@ -16,17 +16,16 @@ from __future__ import annotations
 from collections import deque
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.planner.schedule import Pass, forward_order
-from megatron_residuals.planner.simulate.steps import (
+from megatron_residuals.pipeline.messages import (
     BACKWARD,
     FORWARD,
     RECEIVE,
     SEND,
-    Call,
+    Direction,
     Message,
-    Program,
-    Wait,
 )
+from megatron_residuals.planner.schedule import Pass, forward_order
+from megatron_residuals.planner.simulate.steps import Call, Program, Wait
 
 OVERLAPS = ("off", "steady", "all")
 """No overlap of messages with passes; in the steady part (the host's default); warm-up and
@@ -74,34 +73,34 @@ class _Writer:
         self._table = forward_order(num_microbatches, chunks, group_size)
         warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * group_size
         self._warm_up = min(warm_up, len(self._table))
-        self._due: dict[str, deque[Message]] = {FORWARD: deque(), BACKWARD: deque()}
-        self._sending: dict[str, Message | None] = {FORWARD: None, BACKWARD: None}
+        self._due: dict[Direction, deque[Message]] = {FORWARD: deque(), BACKWARD: deque()}
+        self._sending: dict[Direction, Message | None] = {FORWARD: None, BACKWARD: None}
 
     # which messages
 
-    def _at(self, k: int, direction: str) -> tuple[int, int]:
+    def _at(self, k: int, direction: Direction) -> tuple[int, int]:
         """Micro-batch and stage of the k-th pass in a direction."""
         micro_batch, chunk = self._table[k]
         if direction == BACKWARD:
             chunk = self._layout.num_chunks - 1 - chunk
         return micro_batch, self._layout.stage(self._rank, chunk)
 
-    def _input(self, k: int, direction: str) -> Message | None:
+    def _input(self, k: int, direction: Direction) -> Message | None:
         micro_batch, stage = self._at(k, direction)
         return self._message(direction, stage if direction == FORWARD else stage + 1, micro_batch)
 
-    def _output(self, k: int, direction: str) -> Message | None:
+    def _output(self, k: int, direction: Direction) -> Message | None:
         micro_batch, stage = self._at(k, direction)
         return self._message(direction, stage + 1 if direction == FORWARD else stage, micro_batch)
 
-    def _message(self, direction: str, boundary: int, micro_batch: int) -> Message | None:
+    def _message(self, direction: Direction, boundary: int, micro_batch: int) -> Message | None:
         inside = 0 < boundary < self._layout.num_stages
         return Message(direction, boundary, micro_batch) if inside else None
 
-    def _leads(self, direction: str) -> bool:
+    def _leads(self, direction: Direction) -> bool:
         return self._rank == (0 if direction == FORWARD else self._layout.num_ranks - 1)
 
-    def _arriving(self, k: int, direction: str) -> Message | None:
+    def _arriving(self, k: int, direction: Direction) -> Message | None:
         """What is received in the call behind the k-th pass."""
         if not self._leads(direction):
             return self._input(k + 1, direction) if k + 1 < len(self._table) else None
@@ -119,7 +118,7 @@ class _Writer:
 
     # what is written
 
-    def _pass(self, k: int, direction: str) -> None:
+    def _pass(self, k: int, direction: Direction) -> None:
         self.program.append(Pass(direction == FORWARD, *self._at(k, direction)))
 
     def _call(self, *pairs: tuple[Message | None, Message | None], blocking: bool) -> None:
@@ -132,7 +131,7 @@ class _Writer:
             for message in receives:
                 self._due[message.direction].append(message)
 
-    def _start(self, direction: str, send: Message | None, receive: Message | None) -> None:
+    def _start(self, direction: Direction, send: Message | None, receive: Message | None) -> None:
         """A call that does not wait; then the waits for sends as the host orders them."""
         self._call((send, receive), blocking=False)
         self._wait_for_send(direction)
@@ -140,13 +139,13 @@ class _Writer:
         if direction == FORWARD and self._waits_for_sends:
             self._wait_for_send(direction)
 
-    def _wait_for_send(self, direction: str) -> None:
+    def _wait_for_send(self, direction: Direction) -> None:
         message = self._sending[direction]
         if message is not None:
             self.program.append(Wait(SEND, message))
             self._sending[direction] = None
 
-    def _wait_for_input(self, k: int, direction: str) -> None:
+    def _wait_for_input(self, k: int, direction: Direction) -> None:
         """Waits for the oldest receive that is still open, if the pass has an input at all."""
         if self._input(k, direction) is not None and self._due[direction]:
             self.program.append(Wait(RECEIVE, self._due[direction].popleft()))
