@@ -95,7 +95,9 @@ def one_rank_with_the_stock_communicator(toy: ToyGPT) -> None:
 
 
 def test_a_neighbour_that_is_never_asked_for_its_plan_is_named() -> None:
-    with pytest.raises(RankFailure, match="pipeline rank 1 did not tell its transfer plan"):
+    with pytest.raises(
+        RankFailure, match="pipeline rank 1 did not say within 0:00:01 how it begins a step"
+    ):
         run_ranks(2, one_rank_with_the_stock_communicator, ToyGPT(pp=2), timeout_s=20)
 
 
@@ -191,10 +193,10 @@ def mixed_steps(toy: ToyGPT) -> tuple[ToyResult, list[list[float]]]:
         with torch.set_grad_enabled(grad):
             losses.append(train_step(chunks, toy, forward_only=forward_only))
         # a forward-only pass that keeps its graph holds no value either, only what is owed
-        assert route.cache.num_values == 0
-        assert len(route.cache) == 0 or (forward_only and grad)
+        assert route.step.cache.num_values == 0
+        assert len(route.step.cache) == 0 or (forward_only and grad)
     losses.append(train_step(chunks, toy))
-    assert len(route.cache) == 0
+    assert len(route.step.cache) == 0
     return ToyResult(losses[-1], full_grads(chunks)), losses
 
 
@@ -214,10 +216,10 @@ def after_a_step_that_raised(toy: ToyGPT) -> ToyResult:
     train_step(chunks, toy)
     for source in range(2):  # what a step that raised in its middle leaves
         leftover = torch.randn(2, 2, 2, requires_grad=True)
-        route.cache.stash(0, source, leftover, fetches=1)
+        route.step.cache.stash(0, source, leftover, fetches=1)
     route.next_micro_batch(0)
     losses = train_step(chunks, toy)
-    assert len(route.cache) == 0
+    assert len(route.step.cache) == 0
     return ToyResult(losses, full_grads(chunks))
 
 

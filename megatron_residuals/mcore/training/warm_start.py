@@ -36,6 +36,7 @@ from megatron_residuals.interchange.names import (
     missing_keys,
 )
 from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.mcore.training.checkpoint import checked_load
 from megatron_residuals.settings import RECORD
 
 _allowed: ContextVar[bool] = ContextVar("start from a plain model", default=False)
@@ -60,6 +61,11 @@ def start_from_plain() -> Iterator[None]:
 def is_allowed() -> bool:
     """Whether a plain checkpoint is what the user means to start from."""
     return _allowed.get() or bool(getattr(global_args(), "finetune", False))
+
+
+def guarded_load(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``dist_checkpointing.load`` with everything that a residual asks of a checkpoint."""
+    return warm_start_load(checked_load(stock))
 
 
 def warm_start_load(stock: Callable[..., Any]) -> Callable[..., Any]:
