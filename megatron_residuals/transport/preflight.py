@@ -35,7 +35,7 @@ class Payloads(NamedTuple):
     dtype: str
     row_shape: tuple[int, ...] | None
     """[s, b, h] of one row, or None where lengths vary."""
-    batched: bool
+    batch_p2p_comm: bool
     """Whether messages are posted in batches, which NCCL sends another way than single ones."""
 
 
