@@ -24,7 +24,7 @@ from megatron_residuals.mcore.route import Route
 from megatron_residuals.mcore.stage_io import StageIO, _Pack
 from megatron_residuals.transport.late import LateTensor, Outbox
 from megatron_residuals.transport.source_cache import SourceCache
-from megatron_residuals.transport.wire import Direction
+from megatron_residuals.transport.wire import Delivery, Lane
 
 OWN_WORK = ("pack", "unpack", "cache", "bookkeeping")
 WIRE = "wire"
@@ -43,23 +43,12 @@ TARGETS: tuple[tuple[type, str, str], ...] = (
     (ResidualP2PCommunicator, "_communicate", "bookkeeping"),
     (LateTensor, "wait", WIRE),
     (Outbox, "drain", WIRE),
-    (Direction, "exchange", WIRE),
+    (Lane, "exchange", WIRE),
+    (Lane, "start", WIRE),
+    (Delivery, "wait", WIRE),
 )
 # Operations whose result is new memory without anything copied into it.
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-
-
-class TimedWork:
-    """A handle of the wire, whose waiting is charged to the wire."""
-
-    def __init__(self, work: Any, wait: Callable[[Any], Any]) -> None:
-        self._work, self._wait = work, wait
-
-    def wait(self) -> Any:
-        return self._wait(self._work)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
 
 
 class Meter:
@@ -119,17 +108,7 @@ class Meter:
         if isinstance(function, staticmethod):
             setattr(owner, name, staticmethod(self.charged(function.__func__, kind)))
             return
-        timed = self.charged(function, kind)
-        setattr(owner, name, self._timing_handles(timed) if owner is Direction else timed)
-
-    def _timing_handles(self, exchange: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        wait = self.charged(lambda work: work.wait(), WIRE)
-
-        def timed(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            works = exchange(*args, **kwargs)
-            return tuple(None if work is None else TimedWork(work, wait) for work in works)
-
-        return timed
+        setattr(owner, name, self.charged(function, kind))
 
 
 class CopyCounter(TorchDispatchMode):

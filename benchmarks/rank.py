@@ -159,7 +159,7 @@ class RankBench:
         behind = [hop.rows for hop in route.plan.boundaries if hop.receiver_rank == route.rank]
         row_bytes = row_size * self.toy.dtype.itemsize
         return dict(
-            bytes_received=sum(route.received_bytes.values()),
+            bytes_received=sum(route.step.received.values()),
             bytes_planned=sum(ahead + behind) * row_bytes * self.toy.num_microbatches,
             rows_sent=sum(ahead) * self.toy.num_microbatches,
             rows_copied=(copies.written["pack"] + copies.written["bookkeeping"]) / row_size,

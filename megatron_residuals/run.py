@@ -9,13 +9,11 @@ script. Without ``--residual`` the script runs exactly as without us.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_residuals.flags import (
     FROM_FLAGS,
@@ -95,34 +93,11 @@ def _flags() -> str:
 
 def _prepare(script_argv: list[str]) -> None:
     """Teach Megatron's parser our flags and see that the script's model takes our spec."""
-    from megatron.training import arguments, training
+    from megatron_residuals.mcore.install import SCRIPT, install
 
-    from megatron_residuals.mcore.install import install
-    from megatron_residuals.mcore.route import live_routes
-
-    install()
+    install(SCRIPT)
     if "--spec" not in script_argv:
         script_argv.extend(("--spec", SPECS, FROM_FLAGS))
-    add_stock_arguments = arguments.add_megatron_arguments
-    set_up = training.setup_model_and_optimizer
-
-    @functools.wraps(add_stock_arguments)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_residual_arguments(add_stock_arguments(parser))
-
-    @functools.wraps(set_up)
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        ready = set_up(*args, **kwargs)
-        if not live_routes():
-            raise ValueError(
-                "a residual was asked for, but the script has built a model without one: it does "
-                "not read --spec, or took another from a checkpoint or a YAML file. Give the layer "
-                f"spec that it builds to {SPECS}.residual_spec(spec, config)"
-            )
-        return ready
-
-    arguments.add_megatron_arguments = add_megatron_arguments
-    training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
 def _is_first_rank() -> bool:

@@ -111,7 +111,7 @@ class StageRecorder:
         self._handles: list[Any] = []
         self._visit: Visit | None = None
         self._visits = 0
-        self._gradients: dict[int, list[tuple[Tensor, int]]] = {}
+        self._gradients: dict[int, tuple[Tensor, int]] = {}  # sum of squares, number of tokens
         self._parameters: dict[int, dict[str, Tensor]] = {}
 
     def arm(self) -> None:
@@ -141,10 +141,8 @@ class StageRecorder:
 
     def finish(self, sums: StepSums) -> None:
         """Add what came with the backward passes, and figures of the parameters in the step."""
-        for index, gradients in self._gradients.items():
-            squares = torch.stack([square for square, _ in gradients])
-            sums.add("gradient_square", slice(index, index + 1), squares.sum())
-            tokens = sum(tokens for _, tokens in gradients)
+        for index, (square, tokens) in self._gradients.items():
+            sums.add("gradient_square", slice(index, index + 1), square)
             sums.add("gradient_tokens", slice(index, index + 1), tokens)
         self._gradients.clear()
         if sums.composite:
@@ -198,7 +196,8 @@ class StageRecorder:
     @torch.no_grad()
     def _on_gradient(self, index: int, gradient: Tensor) -> None:
         squares = _mean_square(gradient)
-        self._gradients.setdefault(index, []).append((squares.sum(), len(squares)))
+        square, tokens = self._gradients.get(index, (0, 0))
+        self._gradients[index] = (square + squares.sum(), tokens + len(squares))
 
 
 class _Watched:

@@ -6,10 +6,11 @@ spec                  from the specs a user has to specs whose layers carry a re
 layer, block          the host's layer and block with that state between sublayers
 runner                runs the sublayers of a stage, with checkpoints where the policy puts them
 stage_io              the edge of a stage: payload and held sources in, and out
-route, communicator   the way of a micro-batch through the pipeline; the host's messages
+route, communicator   the way of a micro-batch through the pipeline; the host's schedules
 support               what cannot be combined with a replaced residual, refused
 arguments             the configuration as flags of Megatron's command line
-install               the named seams: where we come into the host, and out of it again
+install, compose      the named seams: where we come into the host, and out of it again; what a
+                      block with a residual is composed of
 compat, symbols       what differs between releases; every symbol of the host that we use
 training/             what surrounds the model in a training run
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,12 +21,8 @@ from megatron_residuals.mcore.spec import ResidualBlockSubmodules, block_submodu
 from megatron_residuals.mcore.stage_io import StageIO, fresh
 from megatron_residuals.mcore.support import check_model
 from megatron_residuals.mcore.training.checkpoint import record_for, refuse_mechanism
-from megatron_residuals.mcore.training.startup import announce
 from megatron_residuals.mcore.training.warm_start import keep_initial_values
 from megatron_residuals.modules import build_head, open_state
-
-# Called with every new block; how diagnostics attach without the block knowing them.
-observers: list[Callable[[ResidualTransformerBlock], None]] = []
 
 
 class ResidualTransformerBlock(TransformerBlock):
@@ -47,8 +43,6 @@ class ResidualTransformerBlock(TransformerBlock):
         super().__init__(config, submodules, *args, **kwargs)
         self.residual = submodules.residual
         self._build_residual(submodules)
-        for observe in observers:
-            observe(self)
 
     def _build_residual(self, submodules: ResidualBlockSubmodules) -> None:
         pp_group = self.pg_collection.pp
@@ -80,7 +74,6 @@ class ResidualTransformerBlock(TransformerBlock):
         plain = submodules.residual.entry.is_stock
         self.register_load_state_dict_pre_hook(refuse_mechanism if plain else keep_initial_values)
         self._payload: Tensor | None = None
-        announce(route, self.runner, self.config)
 
     def _check_layers(self) -> None:
         first = self.stage_io.layers_before

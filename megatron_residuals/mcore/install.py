@@ -2,25 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The named seams: where we come into the host at run time, and out of it again.
 
-Two places of the host are touched. Its GPT model builds its block by name, so the name is given a
-function that builds ours for specs with a residual; its schedules make their communicator by name
-and, when interleaved, ask by name for the order of their passes. Models without a residual run
-through the seams exactly as before.
+Whatever of the host is replaced or wrapped is a ``Seam`` of one of the tables below, and says which
+function of ours makes what goes there. Two places carry a model: the GPT model builds its block by
+name, so the name is given a function that builds ours for specs with a residual; the schedules are
+looked up and make their communicator by name. Models without a residual run through the seams
+exactly as before. The others surround training.
 
-Some places around training are wrapped as well: loading a checkpoint compares settings first, the
-optimizers save groups of mixed precision, and their configuration takes our multipliers.
-
-A host whose sources carry one of ``patches/`` has a hook of its own for each seam. There we
-register at the hook, and its symbols stay as they are.
+A host whose sources carry one of ``patches/`` has a hook of its own for each seam of ``SEAMS``.
+There we register at the hook, and its symbols stay as they are.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -28,85 +25,6 @@ from megatron_residuals.mcore.compat import check_host_version, host_version
 
 State: TypeAlias = Literal["stock", "replaced", "native"]
 """A seam without us; ours in place of a host symbol; ours at the hook of a patched host."""
-
-
-def _taken(what: str, stock: Any) -> RuntimeError:
-    name = f"{stock.__module__}.{stock.__qualname__}" if isinstance(stock, type) else stock
-    return RuntimeError(
-        f"{what} is already {name}, not the host's own; another plugin replaced it, and one of the "
-        "two has to go"
-    )
-
-
-def _block_factory(stock: Any) -> Any:
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    from megatron_residuals.mcore.block import ResidualTransformerBlock
-    from megatron_residuals.mcore.spec import residual_of
-    from megatron_residuals.mcore.training import monitor
-
-    if stock is not TransformerBlock:
-        raise _taken("the GPT model's block", stock)
-    monitor.attach()
-
-    @functools.wraps(stock, updated=())
-    def build_block(*args: Any, **kwargs: Any) -> Any:
-        spec = kwargs["spec"] if "spec" in kwargs else args[1]
-        block = ResidualTransformerBlock if residual_of(spec) else stock
-        return block(*args, **kwargs)
-
-    return build_block
-
-
-def _communicator(stock: Any) -> Any:
-    from megatron_residuals.mcore.communicator import ResidualP2PCommunicator
-
-    if not isinstance(stock, type) or not issubclass(ResidualP2PCommunicator, stock):
-        raise _taken("the schedules' communicator", stock)
-    return ResidualP2PCommunicator
-
-
-def _announcing_table(stock: Any) -> Any:
-    from megatron_residuals.mcore.route import announce
-
-    @functools.wraps(stock)
-    def get_schedule_table(*args: Any, **kwargs: Any) -> Any:
-        table = stock(*args, **kwargs)
-        announce(table)
-        return table
-
-    return get_schedule_table
-
-
-def _checked_load(stock: Any) -> Any:
-    from megatron_residuals.mcore.training.checkpoint import checked_load
-    from megatron_residuals.mcore.training.warm_start import warm_start_load
-
-    return warm_start_load(checked_load(stock))
-
-
-def _optimizer_config(stock: Any) -> Any:
-    from megatron_residuals.mcore.training.optimizer import with_residual_overrides
-
-    return with_residual_overrides(stock)
-
-
-def _ordered_groups(stock: Any) -> Any:
-    from megatron_residuals.mcore.training.mixed_precision import ordered_by_precision
-
-    return classmethod(ordered_by_precision(stock.__func__))
-
-
-def _saves_whole_groups(stock: Any) -> Any:
-    from megatron_residuals.mcore.training.mixed_precision import saves_whole_groups
-
-    return saves_whole_groups(stock)
-
-
-def _loads_whole_groups(stock: Any) -> Any:
-    from megatron_residuals.mcore.training.mixed_precision import loads_whole_groups
-
-    return loads_whole_groups(stock)
 
 
 @dataclass(frozen=True)
@@ -119,8 +37,21 @@ class Seam:
     hook: str
     """The name that a host patched with one of ``patches/`` looks up instead; "" for none."""
     purpose: str
-    make: Callable[[Any], Any]
-    """What goes under the name, from what stands there."""
+    maker: str
+    """``room.function`` below this package: from what stands under the name to what goes there.
+
+    By name, so that a host that lacks what the room needs is still told its version first.
+    """
+
+    def make(self, stock: Any) -> Any:
+        """What goes under the name, from what stands there."""
+        room, _, function = self.maker.rpartition(".")
+        return getattr(importlib.import_module(f"{__package__}.{room}"), function)(stock)
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether the host has the symbol and has imported its module; looking imports nothing."""
+        return hasattr(sys.modules.get(self.module), self.name)
 
     @property
     def owner(self) -> Any:
@@ -168,73 +99,114 @@ class Seam:
         return "native" if attribute == self.hook else "replaced"
 
 
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_STEPS = "begins and ends the steps of a model"
 SEAMS = (
     Seam(
         "megatron.core.models.gpt.gpt_model",
         "TransformerBlock",
         "transformer_block_factory",
         "builds blocks that carry a residual state",
-        _block_factory,
+        "compose.block_factory",
     ),
     Seam(
-        "megatron.core.pipeline_parallel.schedules",
+        _SCHEDULES,
         "P2PCommunicator",
         "p2p_communicator_factory",
         "sends payloads of exact width",
-        _communicator,
+        "communicator.residual_communicator",
     ),
     Seam(
-        "megatron.core.pipeline_parallel.schedules",
-        "get_schedule_table",
-        "schedule_table_factory",
-        "tells the communicator the order of an interleaved schedule",
-        _announcing_table,
+        _SCHEDULES,
+        "forward_backward_pipelining_without_interleaving",
+        "schedule_without_interleaving",
+        _STEPS,
+        "communicator.with_steps",
+    ),
+    Seam(
+        _SCHEDULES,
+        "forward_backward_pipelining_with_interleaving",
+        "schedule_with_interleaving",
+        _STEPS,
+        "communicator.with_steps",
     ),
 )
+"""What every residual needs."""
 
-# Wrapped around training, in patched hosts as well; what their modules lack is left out.
-LOADING = Seam(
-    "megatron.core.dist_checkpointing",
-    "load",
-    "",
-    "compares the settings of a checkpoint with the model's",
-    _checked_load,
-)
 _MIXED = "a group may hold float32 and 16-bit parameters"
 _FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
-MIXED_PRECISION = (
+AROUND = (
+    Seam(
+        "megatron.core.dist_checkpointing",
+        "load",
+        "",
+        "compares the settings of a checkpoint with the model's",
+        "training.warm_start.guarded_load",
+    ),
     Seam(
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
         "_build_optimizer_group_ranges",
         "",
         _MIXED,
-        _ordered_groups,
+        "training.mixed_precision.ordered_by_precision",
     ),
-    Seam(_FLOAT16, "sharded_state_dict", "", _MIXED, _saves_whole_groups),
-    Seam(_FLOAT16, "load_state_dict", "", _MIXED, _loads_whole_groups),
+    Seam(_FLOAT16, "sharded_state_dict", "", _MIXED, "training.mixed_precision.saves_whole_groups"),
+    Seam(_FLOAT16, "load_state_dict", "", _MIXED, "training.mixed_precision.loads_whole_groups"),
 )
+"""Wrapped around training, in patched hosts as well."""
+
+_LOOP = "megatron.training.training"
 OPTIMIZER = Seam(
-    "megatron.training.training",
+    _LOOP,
     "get_megatron_optimizer_config",
     "",
     "takes learning-rate and weight-decay multipliers",
-    _optimizer_config,
+    "training.optimizer.with_residual_overrides",
 )
+"""Taken where Megatron's training loop has been imported."""
+LOGGING = Seam(
+    _LOOP,
+    "training_log",
+    "",
+    "tells when a step is over, for --residual-log-interval",
+    "training.monitor.ends_steps",
+)
+"""Taken there as well, when a model that records its steps is built."""
+SCRIPT = (
+    Seam(
+        "megatron.training.arguments",
+        "add_megatron_arguments",
+        "",
+        "adds our flags",
+        "training.script.with_residual_flags",
+    ),
+    Seam(
+        _LOOP,
+        "setup_model_and_optimizer",
+        "",
+        "sees that the model has its residual",
+        "training.script.with_a_residual",
+    ),
+)
+"""Taken by ``python -m megatron_residuals.run``."""
 
-_former: dict[Seam, tuple[str, Any]] = {}  # the name we took, and what stood there before
+# What stood under the names that we took: modules of the host are one for the process, so is this.
+_former: dict[Seam, tuple[str, Any]] = {}
 
 
 def seams() -> tuple[Seam, ...]:
     """The seams of this host: all that a residual needs, and those around training that it has."""
-    training = sys.modules.get(OPTIMIZER.module)
-    around = (LOADING, *MIXED_PRECISION)
-    return (*SEAMS, *around, *([OPTIMIZER] if hasattr(training, OPTIMIZER.name) else []))
+    loop = (OPTIMIZER,) if OPTIMIZER.is_imported else ()
+    return tuple(dict.fromkeys((*SEAMS, *AROUND, *loop, *_former)))
 
 
-def install() -> None:
+def install(more: Iterable[Seam] = ()) -> None:
     """Come in at every seam: through the host's hook where it has one. Twice is once.
 
-    A seam whose module was not imported the first time is taken when this is called again.
+    A seam of the training loop is taken when this is called after the loop was imported.
+
+    Args:
+        more: seams to take beside those of ``seams()``.
 
     Raises:
         RuntimeError: the host's version is outside the tested window, a symbol is missing, or
@@ -242,7 +214,7 @@ def install() -> None:
     """
     check_host_version()
     made: dict[Seam, tuple[str, Any, Any]] = {}
-    for seam in seams():
+    for seam in (*seams(), *more):
         if seam not in _former:
             attribute = seam.attribute
             former = inspect.getattr_static(seam.owner, attribute)
@@ -257,14 +229,20 @@ def uninstall() -> None:
     for seam, (attribute, former) in _former.items():
         setattr(seam.owner, attribute, former)
     _former.clear()
-    monitor = sys.modules.get("megatron_residuals.mcore.training.monitor")
-    if monitor is not None:
-        monitor.detach()
 
 
 def is_installed() -> bool:
-    """Whether we are in at every seam."""
+    """Whether we are in at every seam that a residual needs."""
     return all(seam in _former for seam in SEAMS)
+
+
+def taken(what: str, stock: Any) -> RuntimeError:
+    """The error where another plugin stands in a place that we need."""
+    name = f"{stock.__module__}.{stock.__qualname__}" if isinstance(stock, type) else stock
+    return RuntimeError(
+        f"{what} is already {name}, not the host's own; another plugin replaced it, and one of the "
+        "two has to go"
+    )
 
 
 def report() -> str:

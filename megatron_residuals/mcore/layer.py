@@ -28,8 +28,8 @@ from megatron_residuals.recompute.steps import Step, plain_step
 
 FOREIGN_BLOCK = (
     "a layer with a replaced residual stands in a block that carries no residual state: GPTModel "
-    "builds its decoder as it must, and with a model class of your own build a "
-    "megatron_residuals.mcore.block.ResidualTransformerBlock in place of TransformerBlock"
+    "builds its decoder as it must; in a model class of your own call "
+    "megatron_residuals.mcore.compose.build_block in place of TransformerBlock"
 )
 
 

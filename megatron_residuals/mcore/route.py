@@ -1,27 +1,26 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of one model share on a rank: the plan, the wire, and the count of bytes."""
+"""What the stages of one model share on a rank: the plan, the wire, and the step under way."""
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import stage_layout
 from megatron_residuals.pipeline.plan import TransferPlan
-from megatron_residuals.transport.late import Inbox, Message, Outbox
-from megatron_residuals.transport.message_order import MessageOrder, ScheduleTable
-from megatron_residuals.transport.source_cache import SourceCache
+from megatron_residuals.transport.message_order import MessageOrder, ScheduleTable, Walk
+from megatron_residuals.transport.preflight import Agreement
+from megatron_residuals.transport.step import PipelineStep
 from megatron_residuals.transport.wire import Wire, open_wire
 
 # Where the schedules, which know a model's config object alone, find the route of the model.
 ATTRIBUTE = "_megatron_residuals_route"
+# Routes whose model exists: a chunk with a config of its own looks here for that of its model.
 _live: weakref.WeakSet[Route] = weakref.WeakSet()
 
 
@@ -29,62 +28,43 @@ _live: weakref.WeakSet[Route] = weakref.WeakSet()
 class Route:
     """The path of a micro-batch through the pipeline, as seen from one rank.
 
-    received_bytes counts what arrived in this step by (direction, boundary), direction being
-    "forward" or "backward" and the boundary the stage behind the hop. order is that of the
-    messages of this step, announced the table of an interleaved step that is about to begin.
+    Attributes:
+        wire: None on one pipeline rank.
+        serial: which model of this process with a wire it is; the same number on all ranks.
+        step: what is under way; before the first step, and without a wire, an empty one.
+        attended: whether the schedules' communicator is ours.
+        monitor: what records the steps of the model, if anything does.
     """
 
     residual: ResidualConfig
     plan: TransferPlan
     rank: int
     wire: Wire | None
-    received_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
-    blocks: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    cache: SourceCache = field(default_factory=SourceCache)
-    outbox: Outbox = field(default_factory=Outbox)
-    inbox: Inbox = field(default_factory=Inbox)
-    _last_training_bytes: Counter[tuple[str, int]] = field(default_factory=Counter)
-    attended: bool = False
-    agreed: bool = False
     serial: int = 0
-    order: MessageOrder | None = None
-    announced: ScheduleTable | None = None
-    _forwards: Counter[int] = field(default_factory=Counter)
+    blocks: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    attended: bool = False
+    monitor: object = None
+    agreement: Agreement = field(init=False)
+    step: PipelineStep = field(init=False)
 
-    def begin_step(self, table: ScheduleTable | None = None) -> None:
-        """Start a step with nothing of the last one, which may have raised or only run forward."""
-        self.order = MessageOrder(self.plan.layout, self.rank, table)
-        self.announced = None
-        self.outbox.drain()
-        self.inbox.clear()
-        self.cache.clear()
-        self._forwards.clear()
-        self._last_training_bytes = self.training_bytes
-        self.received_bytes = Counter()
+    def __post_init__(self) -> None:
+        self.agreement = Agreement(self.residual, self.plan, self.serial)
+        self.step = self._new_step(Walk(0, 0, False), ())
 
-    def begin_announced_step(self) -> None:
-        """Start the interleaved step whose first pass or message is due; in its midst do nothing.
+    def _new_step(self, walk: Walk, table: ScheduleTable) -> PipelineStep:
+        return PipelineStep(walk, MessageOrder(self.plan.layout, self.rank, table))
 
-        A table that was announced for another model stays until this one's next is announced.
-        """
-        if self.announced is not None and self.plan.layout.num_chunks > 1:
-            self.begin_step(self.announced)
+    def begin_step(self, walk: Walk, table: ScheduleTable) -> None:
+        """Start a step, whose passes have the order of the table, with nothing of the last one."""
+        self.end_step()  # of one that raised, something may still be on its way
+        self.step = self._new_step(walk, table)
 
-    def count(self, message: Message, payload: Tensor) -> None:
-        """Count the bytes of a payload that arrived, or is about to."""
-        size = payload.numel() * payload.element_size()
-        self.received_bytes[message.direction, message.boundary] += size
-
-    @property
-    def training_bytes(self) -> Counter[tuple[str, int]]:
-        """received_bytes of the last step that had a backward pass."""
-        trained = any(direction == "backward" for direction, _ in self.received_bytes)
-        return self.received_bytes if trained else self._last_training_bytes
+    def end_step(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self.step.outbox.drain()
 
     def next_micro_batch(self, stage: int) -> int:
         """Index, within the step, of the micro-batch that enters a stage.
-
-        Every stage sees the micro-batches of a step in the same order, whatever the schedule.
 
         Raises:
             RuntimeError: the schedule that runs the stages does not communicate through us.
@@ -95,9 +75,7 @@ class Route:
                 "one row. Leave p2p_communicator= to the schedules, or pass a "
                 "ResidualP2PCommunicator; and import megatron_residuals.specs before the first step"
             )
-        self.begin_announced_step()
-        self._forwards[stage] += 1
-        return self._forwards[stage] - 1
+        return self.step.next_micro_batch(stage)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Route:
         """Itself: the host deep-copies configs for some layers, and a route is not a setting."""
@@ -133,9 +111,9 @@ def route_for(
                 "give every chunk the same spec, and another model a TransformerConfig of its own "
                 "(dataclasses.replace(config) makes one, a copy does not)"
             )
-        route = Route(residual, plan_transfer(residual, config, num_ranks), pp_group.rank(), wire)
-        if wire is not None:
-            route.serial = next(wire.serials)
+        serial = 0 if wire is None else next(wire.serials)
+        plan = plan_transfer(residual, config, num_ranks)
+        route = Route(residual, plan, pp_group.rank(), wire, serial)
         _live.add(route)
     setattr(config, ATTRIBUTE, route)
     return route
@@ -156,15 +134,6 @@ def _route_without(chunk: int, wire: Wire | None) -> Route | None:
 def route_of(config: Any) -> Route | None:
     """The route of a host config, or None for a model with its stock residual."""
     return getattr(config, ATTRIBUTE, None)
-
-
-def announce(table: ScheduleTable) -> None:
-    """Tell in which order the interleaved step that begins now runs its passes.
-
-    The schedule does not say to whom it belongs: to the model that makes the next pass.
-    """
-    for route in _live:
-        route.announced = table
 
 
 def live_routes() -> list[Route]:

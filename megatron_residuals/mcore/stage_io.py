@@ -87,7 +87,7 @@ class StageIO:
         sources = dict(zip(boundary.sent, arrived, strict=True))
         self._stash(self._plan.stash_on_entry(self.stage), sources, boundary, partial, visit)
         for source in boundary.held:
-            sources[source] = self.route.cache.fetch(visit.micro_batch, source)
+            sources[source] = self.route.step.cache.fetch(visit.micro_batch, source)
         visit.source_ids = tuple(sorted(sources))
         return SourceState.of([sources[source] for source in visit.source_ids], partial)
 
@@ -98,7 +98,7 @@ class StageIO:
         sources = dict(zip(ids, state.outgoing, strict=True))
         self._stash(self._plan.stash_on_exit(self.stage), sources, boundary, state.partial, visit)
         rows = [sources[source] for source in boundary.sent] + [state.partial]
-        returns = _Returns(self.route.cache, visit.micro_batch, tuple(visit.kept))
+        returns = _Returns(self.route.step.cache, visit.micro_batch, tuple(visit.kept))
         return _Pack.apply(returns, len(rows), *rows, *visit.kept.values())
 
     def _stash(
@@ -112,7 +112,7 @@ class StageIO:
         for source in stashed:
             value = partial if source == boundary.partial else sources[source]
             fetches = self._plan.expected_deposits(self.stage, source)
-            if self.route.cache.stash(visit.micro_batch, source, value, fetches=fetches):
+            if self.route.step.cache.stash(visit.micro_batch, source, value, fetches=fetches):
                 visit.kept[source] = value
 
 

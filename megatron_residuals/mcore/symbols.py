@@ -51,6 +51,8 @@ def _symbol(path: str, parameters: str, use: str, *, optional: bool = False) -> 
 
 _LAYER = "transformer.transformer_layer.TransformerLayer"
 _BLOCK = "transformer.transformer_block.TransformerBlock"
+_SCHEDULES = "pipeline_parallel.schedules"
+_STEP = "model num_microbatches forward_only"
 _P2P = "pipeline_parallel.p2p_communication.P2PCommunicator"
 _HALF = "optimizer.optimizer.Float16OptimizerWithFloat16Params"
 _MESSAGES = "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs"
@@ -71,12 +73,15 @@ SYMBOLS = (
     _symbol(_P2P, "pp_group config", "subclassed"),
     _symbol(f"{_P2P}._communicate", _MESSAGES, "overridden: every message passes here"),
     _symbol("models.gpt.gpt_model.TransformerBlock", "", "replaced"),
-    _symbol("pipeline_parallel.schedules.P2PCommunicator", "", "replaced"),
+    _symbol(f"{_SCHEDULES}.P2PCommunicator", "", "replaced"),
+    _symbol(f"{_SCHEDULES}.forward_backward_pipelining_without_interleaving", _STEP, "replaced"),
+    _symbol(f"{_SCHEDULES}.forward_backward_pipelining_with_interleaving", _STEP, "replaced"),
     _symbol(
-        "pipeline_parallel.schedules.get_schedule_table",
+        f"{_SCHEDULES}.get_schedule_table",
         "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage",
-        "replaced",
+        "tells the order of messages",
     ),
+    _symbol("utils.get_model_config", "model", "finds the route of a model"),
     _symbol("dist_checkpointing.load", "sharded_state_dict checkpoint_dir strict", "replaced"),
     _symbol("dist_checkpointing.mapping.ShardedTensor", "key data", "read in requests"),
     _symbol(
@@ -161,6 +166,12 @@ SYMBOLS = (
         f"{_TRAINING}.training.get_megatron_optimizer_config",
         ("args",),
         "replaced: --residual-lr-mult, --residual-wd-mult",
+        optional=True,
+    ),
+    HostSymbol(
+        f"{_TRAINING}.training.training_log",
+        ("iteration", "loss_dict"),
+        "replaced: --residual-log-interval",
         optional=True,
     ),
     HostSymbol(

@@ -172,5 +172,5 @@ def _cached(chunks: Sequence[Any]) -> list[torch.Tensor]:
     """Sources in the cache of this rank."""
     if not hasattr(chunks[0].decoder, "stage_io"):
         return []
-    slots = chunks[0].decoder.stage_io.route.cache._slots.values()
+    slots = chunks[0].decoder.stage_io.route.step.cache._slots.values()
     return [slot.value for slot in slots if slot.value is not None]

@@ -5,6 +5,7 @@
 preflight      ranks meet, and neighbours agree, before the first message
 wire           process groups of a pipeline, one for each direction of travel
 message_order  which message comes next, known to both ends without telling each other
+step           what a rank has under way in one step, made anew for each
 late           messages with a header ahead, and the tensors that wait for them
 source_cache   sources that a rank keeps for its later stages, and their gradients' way home
 """

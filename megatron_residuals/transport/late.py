@@ -11,30 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_residuals.transport.wire import Direction
+from megatron_residuals.pipeline.messages import DIRECTIONS, RECEIVE, SEND, Direction, Message
+from megatron_residuals.transport.wire import Delivery, Lane, Parcel
 
-
-class Message(NamedTuple):
-    """One hop of one micro-batch: direction, the stage behind the hop, index in the step."""
-
-    direction: str
-    boundary: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.direction} message of micro-batch {self.micro_batch} over the boundary between "
-            f"stages {self.boundary - 1} and {self.boundary}"
-        )
-
-
-DIRECTIONS = ("forward", "backward")
 HEADER_LENGTH = 6  # direction, boundary, micro-batch, then the payload's [rows * s, b, h]
 
 
@@ -44,22 +27,21 @@ class LateTensor:
     def __init__(
         self,
         inbox: Inbox,
-        direction: Direction,
+        lane: Lane,
         message: Message,
         tensor: Tensor,
         on_arrival: Callable[[Message, Tensor], None],
     ) -> None:
         self.tensor, self.message = tensor, message
-        self._inbox, self._direction, self._on_arrival = inbox, direction, on_arrival
-        self._header: Tensor | None = None
-        self._header_received: dist.Work | None = None
+        self._inbox, self._lane, self._on_arrival = inbox, lane, on_arrival
+        self._header: tuple[Tensor, Delivery] | None = None
 
     def listen(self) -> None:
         """Start receiving the header; the second time does nothing."""
         if self._header is None:
             header = torch.empty(HEADER_LENGTH, device=self.tensor.device, dtype=torch.int64)
-            _, self._header_received = self._direction.exchange(None, header, batched=False)
-            self._header = header
+            received = self._lane.start(RECEIVE, Parcel(self.message, header))
+            self._header = header, received
 
     def wait(self) -> None:
         """Receive the payload, behind those that were asked for earlier; twice is once.
@@ -72,9 +54,10 @@ class LateTensor:
     def receive(self) -> None:
         """Receive the header and then the payload; for the inbox, in the order of messages."""
         self.listen()
-        assert self._header is not None and self._header_received is not None
-        self._header_received.wait()
-        direction, boundary, micro_batch, *shape = self._header.tolist()
+        assert self._header is not None, "listen posts it"
+        header, received = self._header
+        received.wait()
+        direction, boundary, micro_batch, *shape = header.tolist()
         arrived = Message(DIRECTIONS[direction], boundary, micro_batch)
         if arrived != self.message:
             raise RuntimeError(
@@ -83,8 +66,7 @@ class LateTensor:
                 "schedules, or the transport mixes up messages between the same two ranks"
             )
         payload = torch.empty(shape, device=self.tensor.device, dtype=self.tensor.dtype)
-        _, received = self._direction.exchange(None, payload, batched=False)
-        received.wait()
+        self._lane.start(RECEIVE, Parcel(self.message, payload)).wait()
         self.tensor.data = payload
         self._on_arrival(self.message, payload)
 
@@ -99,21 +81,21 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._due: dict[str, deque[LateTensor]] = {name: deque() for name in DIRECTIONS}
+        self._due: dict[Direction, deque[LateTensor]] = {name: deque() for name in DIRECTIONS}
 
     def __len__(self) -> int:
         return sum(map(len, self._due.values()))
 
     def expect(
         self,
-        direction: Direction,
+        lane: Lane,
         message: Message,
         tensor: Tensor,
         on_arrival: Callable[[Message, Tensor], None],
     ) -> LateTensor:
         """A late tensor for the next message of a direction."""
-        late = LateTensor(self, direction, message, tensor, on_arrival)
-        due = self._due[direction.name]
+        late = LateTensor(self, lane, message, tensor, on_arrival)
+        due = self._due[message.direction]
         due.append(late)
         due[0].listen()
         return late
@@ -127,44 +109,35 @@ class Inbox:
             if due:
                 due[0].listen()
 
-    def clear(self) -> None:
-        """Forget what a step that raised was still waiting for."""
-        for due in self._due.values():
-            due.clear()
-
 
 class Outbox:
     """Payloads on their way to a receiver that fetches each only when its schedule gets there.
 
     Waiting for such a send would make two neighbours wait for each other, so an overlapping
-    schedule does not: the payloads are kept alive here, and waited for when the rank has nothing
-    left to receive.
+    schedule gets no handle of it: the payloads are kept alive here, and waited for at the end of
+    the step.
     """
 
     def __init__(self) -> None:
-        self._items: list[tuple[tuple[Any, ...], tuple[Tensor, ...]]] = []
+        self._items: list[tuple[list[Delivery], tuple[Tensor, Tensor]]] = []
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def send(self, direction: Direction, message: Message, payload: Tensor) -> None:
-        """Start sending a header and its payload.
-
-        The memory is held by a tensor of our own: the schedules empty the one they passed.
-        """
-        payload = payload.detach()
+    def send(self, lane: Lane, message: Message, payload: Tensor) -> None:
+        """Start sending a header and its payload."""
         header = torch.tensor(
             (DIRECTIONS.index(message.direction), *message[1:], *payload.shape),
             device=payload.device,
             dtype=torch.int64,
         )
-        works = [direction.exchange(item, None, batched=False)[0] for item in (header, payload)]
-        self._items = [item for item in self._items if not all(w.is_completed() for w in item[0])]
-        self._items.append((tuple(works), (header, payload)))
+        sent = [lane.start(SEND, Parcel(message, item)) for item in (header, payload)]
+        self._items = [item for item in self._items if not all(d.is_completed() for d in item[0])]
+        self._items.append((sent, (header, payload)))
 
     def drain(self) -> None:
         """Wait until everything has arrived."""
         while self._items:
-            works, _ = self._items.pop(0)
-            for work in works:
-                work.wait()
+            deliveries, _ = self._items.pop(0)
+            for delivery in deliveries:
+                delivery.wait()

@@ -11,60 +11,61 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from megatron_residuals.pipeline.plan import StageLayout
-from megatron_residuals.transport.late import Message
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    SEND,
+    Direction,
+    Message,
+    Verb,
+)
 
 ScheduleTable = Sequence[tuple[int, int]]  # (micro-batch, chunk) in the order of forward passes
 
 
+class Walk(NamedTuple):
+    """How a schedule goes through a step; ranks that walk otherwise wait for each other forever."""
+
+    num_microbatches: int
+    microbatch_group_size: int
+    forward_only: bool
+
+
 class MessageOrder:
-    """The messages that one rank receives and sends in one step, in order.
+    """The messages that one rank receives and sends in one step, in order."""
 
-    Without a table there must be one chunk for each rank, and the order has no end.
-    """
-
-    def __init__(self, layout: StageLayout, rank: int, table: ScheduleTable | None = None) -> None:
-        self._counts: Counter[tuple[str, str, int]] = Counter()
-        self._queues: dict[tuple[str, str], deque[int]] | None = None
-        self._constant = {
-            ("forward", "receive"): rank,
-            ("forward", "send"): rank + 1,
-            ("backward", "receive"): rank + 1,
-            ("backward", "send"): rank,
+    def __init__(self, layout: StageLayout, rank: int, table: ScheduleTable) -> None:
+        last_chunk = layout.num_chunks - 1
+        forward = [layout.stage(rank, chunk) for _, chunk in table]
+        backward = [layout.stage(rank, last_chunk - chunk) for _, chunk in table]
+        ahead = range(1, layout.num_stages)  # boundaries, named by the stage behind them
+        self._counts: Counter[tuple[Direction, Verb, int]] = Counter()
+        self._boundaries: dict[tuple[Direction, Verb], deque[int]] = {
+            (FORWARD, RECEIVE): deque(g for g in forward if g in ahead),
+            (FORWARD, SEND): deque(g + 1 for g in forward if g + 1 in ahead),
+            (BACKWARD, RECEIVE): deque(g + 1 for g in backward if g + 1 in ahead),
+            (BACKWARD, SEND): deque(g for g in backward if g in ahead),
         }
-        if table is not None:
-            last_chunk = layout.num_chunks - 1
-            forward = [layout.stage(rank, chunk) for _, chunk in table]
-            backward = [layout.stage(rank, last_chunk - chunk) for _, chunk in table]
-            ahead = range(1, layout.num_stages)  # boundaries, named by the stage behind them
-            self._queues = {
-                ("forward", "receive"): deque(g for g in forward if g in ahead),
-                ("forward", "send"): deque(g + 1 for g in forward if g + 1 in ahead),
-                ("backward", "receive"): deque(g + 1 for g in backward if g + 1 in ahead),
-                ("backward", "send"): deque(g for g in backward if g in ahead),
-            }
 
-    def next(self, direction: str, verb: str) -> Message:
+    def next(self, direction: Direction, verb: Verb) -> Message:
         """The next message that is received or sent (``verb``) in a direction.
 
         Raises:
             RuntimeError: the table has no such message left.
         """
-        key = (direction, verb)
-        if self._queues is not None and not self._queues[key]:
+        boundaries = self._boundaries[direction, verb]
+        if not boundaries:
             raise RuntimeError(
-                f"the schedule wants to {verb} a {direction} message more than its table has; its "
-                "get_schedule_table was not called for this step, or it walks in another order"
+                f"the schedule wants to {verb} a {direction} message more than the step has that "
+                "it began. Begin steps with what get_forward_backward_func() returns after "
+                "megatron_residuals.specs was imported; if that was so, this Megatron-Core walks "
+                "in another order than those that megatron_residuals was tested with"
             )
-        boundary = self._constant[key] if self._queues is None else self._queues[key].popleft()
+        boundary = boundaries.popleft()
         micro_batch = self._counts[direction, verb, boundary]
         self._counts[direction, verb, boundary] += 1
         return Message(direction, boundary, micro_batch)
-
-    @property
-    def has_received_all(self) -> bool:
-        """Whether every message of an interleaved step has been asked for."""
-        if self._queues is None:
-            return False
-        return not any(self._queues[direction, "receive"] for direction in ("forward", "backward"))

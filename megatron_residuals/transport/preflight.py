@@ -3,16 +3,17 @@
 """Before the first message, ranks make sure that all are there and neighbours mean the same thing.
 
 Point-to-point transports check at most the number of bytes: two ranks that disagree about a payload
-hang, or compute with a truncated one. So every rank publishes what it is about to send and expect
-in the key-value store of the process group, reads what its neighbours published, and compares.
+hang, or compute with a truncated one; two that walk through a step in different ways wait for each
+other. So every rank publishes what it is about to do in the key-value store of the process group,
+reads what its neighbours published, and compares. A step on the terms of the one before asks
+nobody, for what changes them (a growing batch, an evaluation) does so on all ranks at once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -21,27 +22,22 @@ from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.text import fault_list
+from megatron_residuals.transport.message_order import Walk
 
 PATIENCE = timedelta(minutes=10)
 
 Terms = dict[str, Any]
+"""What both ends of a hop must agree on, as plain JSON values."""
 
 
-def terms(
-    residual: ResidualConfig, plan: TransferPlan, row_shape: Sequence[int] | None, dtype: object
-) -> Terms:
-    """What both ends of a hop must agree on, as plain JSON values.
+class Payloads(NamedTuple):
+    """How the payloads of a step look and travel."""
 
-    ``row_shape`` is [s, b, h] of one row, or None where lengths vary.
-    """
-    return {
-        "version": __version__,
-        "residual": str(residual),
-        "plan": plan.digest(),
-        "dtype": str(dtype),
-        "row_shape": None if row_shape is None else list(row_shape),
-        "rows": {str(boundary.stage): boundary.rows for boundary in plan.boundaries},
-    }
+    dtype: str
+    row_shape: tuple[int, ...] | None
+    """[s, b, h] of one row, or None where lengths vary."""
+    batch_p2p_comm: bool
+    """Whether messages are posted in batches, which NCCL sends another way than single ones."""
 
 
 def meet(number: int) -> None:
@@ -75,42 +71,67 @@ def _appears(store: dist.Store, key: str) -> bool:
     return True
 
 
-def agree(pp_group: dist.ProcessGroup, serial: int, mine: Terms) -> None:
-    """Compare terms with both neighbours in the ring of pipeline ranks.
-
-    Every rank publishes before it reads, so a disagreement is an error on both sides.
+class Agreement:
+    """What a rank of one model and its neighbours in the ring of pipeline ranks agreed on last.
 
     Args:
         serial: which model of this process it is; the same number on all ranks.
-
-    Raises:
-        RuntimeError: a neighbour has other terms, or none within ten minutes; names the rank, the
-            stage and chunk, what is expected and what was got.
     """
-    store = _get_default_store()
-    members = dist.get_process_group_ranks(pp_group)
-    rank, size = pp_group.rank(), pp_group.size()
-    key = f"megatron_residuals/{serial}/{{}}"
-    store.set(key.format(members[rank]), json.dumps(mine))
-    faults = []
-    for neighbour in sorted({(rank - 1) % size, (rank + 1) % size}):
-        theirs = _read(store, key.format(members[neighbour]), neighbour)
-        faults += _differences(rank, neighbour, size, mine, theirs)
-    if faults:
-        heading = (
-            "neighbouring pipeline ranks disagree; nothing was sent. Start all ranks with the same "
-            "model, residual and parallel options"
-        )
-        raise RuntimeError(fault_list(heading, faults))
 
+    def __init__(self, residual: ResidualConfig, plan: TransferPlan, serial: int) -> None:
+        self._model: Terms = {
+            "version": __version__,
+            "residual": str(residual),
+            "layers_per_stage": list(plan.layout.layers),
+            "rows": {str(boundary.stage): boundary.rows for boundary in plan.boundaries},
+        }
+        self._serial, self._number = serial, 0
+        self._agreed: tuple[Walk, Payloads] | None = None
 
-def _read(store: dist.Store, key: str, neighbour: int) -> Terms:
-    if not _appears(store, key):
-        raise RuntimeError(
-            f"pipeline rank {neighbour} did not tell its transfer plan within {PATIENCE}; is its "
-            "P2PCommunicator ours (see the start-up report)?"
-        )
-    return json.loads(store.get(key))
+    def renew(self, pp_group: dist.ProcessGroup, walk: Walk, payloads: Payloads) -> None:
+        """Compare terms with both neighbours, where they are not those of the step before.
+
+        Every rank publishes before it reads, so a disagreement is an error on both sides.
+
+        Raises:
+            RuntimeError: a neighbour has other terms, or none within ten minutes; names the rank,
+                what is expected and what was got.
+        """
+        if self._agreed == (walk, payloads):
+            return
+        text = json.dumps({**self._model, **walk._asdict(), **payloads._asdict()})
+        store, rank, size = _get_default_store(), pp_group.rank(), pp_group.size()
+        members = dist.get_process_group_ranks(pp_group)
+        store.set(self._key(members[rank], self._number), text)
+        faults = []
+        for neighbour in sorted({(rank - 1) % size, (rank + 1) % size}):
+            theirs = self._read(store, members[neighbour], neighbour)
+            faults += _differences(rank, neighbour, size, json.loads(text), theirs)
+        if faults:
+            heading = (
+                "neighbouring pipeline ranks disagree; nothing of this step was sent. Start all "
+                "ranks with the same model, residual, parallel options and batch sizes"
+            )
+            raise RuntimeError(fault_list(heading, faults))
+        if self._number > 0:  # who asks for these terms has read the ones before
+            store.delete_key(self._key(members[rank], self._number - 1))
+        self._number += 1
+        self._agreed = (walk, payloads)
+
+    def _key(self, rank: int, number: int) -> str:
+        return f"megatron_residuals/{self._serial}/{number}/{rank}"
+
+    def _read(self, store: dist.Store, rank: int, neighbour: int) -> Terms:
+        key = self._key(rank, self._number)
+        if not _appears(store, key):
+            raise RuntimeError(
+                f"pipeline rank {neighbour} did not say within {PATIENCE} how it begins a step that"
+                " differs here from the one before; either it goes on as before (its number of "
+                "micro-batches, say, did not change), or its P2PCommunicator is not ours (see the "
+                "start-up report)"
+            )
+        terms: Terms = json.loads(store.get(key))
+        return terms
 
 
 def _differences(
@@ -118,8 +139,8 @@ def _differences(
 ) -> list[str]:
     faults = [
         f"{name}: pipeline rank {rank} has {mine[name]}, rank {neighbour} has {theirs.get(name)}"
-        for name in ("version", "residual", "dtype", "row_shape", "plan")
-        if mine[name] != theirs.get(name)
+        for name in mine
+        if name != "rows" and mine[name] != theirs.get(name)
     ]
     stages = sorted({*mine["rows"], *theirs["rows"]}, key=int)
     for stage in stages:

@@ -10,23 +10,75 @@ ordinary one between the same two peers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_residuals.pipeline.messages import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    SEND,
+    Direction,
+    Message,
+    Verb,
+)
 from megatron_residuals.transport import preflight
 
 
+class Parcel(NamedTuple):
+    """A tensor that is sent, or to be filled, and the message that it belongs to."""
+
+    message: Message
+    tensor: Tensor
+
+
+class Delivery:
+    """The handle of a parcel under way: waits for it, or says which message did not come."""
+
+    def __init__(self, work: dist.Work, verb: Verb, message: Message, peer: int) -> None:
+        self._work, self._what = work, (verb, message, peer)
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return at once."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for it; with NCCL, have the current stream wait.
+
+        Raises:
+            RuntimeError: the time of the process group is over, or the connection broke.
+        """
+        with _named(*self._what):
+            self._work.wait()
+
+
+@contextlib.contextmanager
+def _named(verb: Verb, message: Message, peer: int) -> Iterator[None]:
+    """Errors of the transport name the message and the rank at its other end."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} could not {verb} the {message}, "
+            f"{'to' if verb == SEND else 'from'} rank {peer}: that rank has ended, is stopped, or "
+            f"waits for something else; look at its output first. The transport says: {error}"
+        ) from error
+
+
 @dataclass(frozen=True)
-class Direction:
+class Lane:
     """One direction of travel around the ring of pipeline ranks, seen from one rank."""
 
-    name: str
+    direction: Direction
     send_group: dist.ProcessGroup
     receive_group: dist.ProcessGroup
     destination: int  # global ranks
@@ -34,63 +86,72 @@ class Direction:
     sends_first: bool
 
     def exchange(
-        self, send: Tensor | None, receive: Tensor | None, *, batched: bool
-    ) -> tuple[dist.Work | None, dist.Work | None]:
+        self, send: Parcel | None, receive: Parcel | None, *, batched: bool
+    ) -> tuple[Delivery | None, Delivery | None]:
         """Start sending and receiving; handles of the send and of the receive.
 
         Even ranks post the send first, odd ranks the receive, so that two neighbours never both
         wait behind a send. ``batched`` posts both in one call per group.
-        """
-        if batched:
-            return self._batched(send, receive)
-        handles: dict[str, dist.Work | None] = {"send": None, "receive": None}
-        for verb in ("send", "receive") if self.sends_first else ("receive", "send"):
-            if verb == "send" and send is not None:
-                handles["send"] = dist.isend(send, self.destination, group=self.send_group)
-            if verb == "receive" and receive is not None:
-                handles["receive"] = dist.irecv(receive, self.source, group=self.receive_group)
-        return handles["send"], handles["receive"]
 
-    def _batched(
-        self, send: Tensor | None, receive: Tensor | None
-    ) -> tuple[dist.Work | None, dist.Work | None]:
-        ops: dict[str, dist.P2POp] = {}
-        if send is not None:
-            ops["send"] = dist.P2POp(dist.isend, send, self.destination, self.send_group)
-        if receive is not None:
-            ops["receive"] = dist.P2POp(dist.irecv, receive, self.source, self.receive_group)
-        if len(ops) == 2 and self.send_group is self.receive_group:
-            works = dist.batch_isend_irecv(list(ops.values()))
+        Raises:
+            RuntimeError: the connection broke.
+        """
+        if batched and send and receive and self.send_group is self.receive_group:
+            with _named(SEND, send.message, self.destination):
+                works = dist.batch_isend_irecv([self._op(SEND, send), self._op(RECEIVE, receive)])
             # one work for the whole batch (NCCL) or one per operation (gloo)
-            return works[0], works[-1]
-        works_by_verb = {verb: dist.batch_isend_irecv([op])[0] for verb, op in ops.items()}
-        return works_by_verb.get("send"), works_by_verb.get("receive")
+            return self._delivery(SEND, send, works[0]), self._delivery(RECEIVE, receive, works[-1])
+        parcels: dict[Verb, Parcel | None] = {SEND: send, RECEIVE: receive}
+        started: dict[Verb, Delivery] = {}
+        for verb in (SEND, RECEIVE) if self.sends_first else (RECEIVE, SEND):
+            parcel = parcels[verb]
+            if parcel is not None:
+                started[verb] = self.start(verb, parcel, batched=batched)
+        return started.get(SEND), started.get(RECEIVE)
+
+    def start(self, verb: Verb, parcel: Parcel, *, batched: bool = False) -> Delivery:
+        """Start one half of an exchange."""
+        op = self._op(verb, parcel)
+        with _named(verb, parcel.message, op.peer):
+            if batched:
+                (work,) = dist.batch_isend_irecv([op])
+            else:
+                work = op.op(op.tensor, op.peer, group=op.group)
+        return self._delivery(verb, parcel, work)
+
+    def _op(self, verb: Verb, parcel: Parcel) -> dist.P2POp:
+        if verb == SEND:
+            return dist.P2POp(dist.isend, parcel.tensor, self.destination, self.send_group)
+        return dist.P2POp(dist.irecv, parcel.tensor, self.source, self.receive_group)
+
+    def _delivery(self, verb: Verb, parcel: Parcel, work: dist.Work) -> Delivery:
+        peer = self.destination if verb == SEND else self.source
+        return Delivery(work, verb, parcel.message, peer)
 
 
 @dataclass(frozen=True)
 class Wire:
     """Both directions of travel, and numbers for the models that use them."""
 
-    forward: Direction
-    backward: Direction
+    forward: Lane
+    backward: Lane
     serials: Iterator[int] = field(default_factory=itertools.count)
 
 
-_wires: dict[tuple[int, ...], Wire] = {}
-_world: dist.ProcessGroup | None = None
+# Process groups are made once for a pipeline and live as long as torch.distributed's own; keyed by
+# the group of the world, which is another one after torch.distributed was started again.
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Wire]]
+_wires = weakref.WeakKeyDictionary()
 
 
 def open_wire(pp_group: dist.ProcessGroup) -> Wire:
     """The wire of a pipeline group, made on first use. Collective over all ranks of the world."""
-    global _world
-    if _world is not dist.group.WORLD:  # torch.distributed was shut down and started again
-        _wires.clear()
-        _world = dist.group.WORLD
+    wires = _wires.setdefault(dist.group.WORLD, {})
     members = tuple(dist.get_process_group_ranks(pp_group))
-    if members not in _wires:
-        preflight.meet(len(_wires))
-        _wires[members] = _make_wire(pp_group, members)
-    return _wires[members]
+    if members not in wires:
+        preflight.meet(len(wires))
+        wires[members] = _make_wire(pp_group, members)
+    return wires[members]
 
 
 def _make_wire(pp_group: dist.ProcessGroup, members: tuple[int, ...]) -> Wire:
@@ -98,12 +159,12 @@ def _make_wire(pp_group: dist.ProcessGroup, members: tuple[int, ...]) -> Wire:
     size, rank = pp_group.size(), pp_group.rank()
     ahead, behind = (rank + 1) % size, (rank - 1) % size
 
-    def direction(name: str, destination: int, source: int) -> Direction:
+    def lane(direction: Direction, destination: int, source: int) -> Lane:
         of_even_senders = new_group()
         of_odd_senders = new_group() if size == 2 else of_even_senders
         groups = (of_even_senders, of_odd_senders)
-        return Direction(
-            name,
+        return Lane(
+            direction,
             send_group=groups[rank % 2],
             receive_group=groups[source % 2],
             destination=members[destination],
@@ -111,7 +172,7 @@ def _make_wire(pp_group: dist.ProcessGroup, members: tuple[int, ...]) -> Wire:
             sends_first=rank % 2 == 0,
         )
 
-    return Wire(direction("forward", ahead, behind), direction("backward", behind, ahead))
+    return Wire(lane(FORWARD, ahead, behind), lane(BACKWARD, behind, ahead))
 
 
 def _group_maker(

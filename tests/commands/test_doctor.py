@@ -85,7 +85,7 @@ def test_seams_that_are_in_use_stay_in_use(capsys: pytest.CaptureFixture[str]) -
     ours = symbols()
     status, found = examine(capsys)
     assert (status, symbols(), seams.is_installed()) == (0, ours, True)
-    assert [seam["state"] for seam in found["seams"]] == ["replaced"] * 3
+    assert [seam["state"] for seam in found["seams"]] == ["replaced"] * len(seams.SEAMS)
 
 
 def test_json_holds_the_same_findings_and_nothing_else_is_on_stdout(

@@ -11,7 +11,7 @@ from megatron_residuals.config import MECHANISMS
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.metric import Metric
 from megatron_residuals.diagnostics.page import Health
-from megatron_residuals.mcore.training import training_log
+from megatron_residuals.mcore.training import publish
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "diagnostics.md"
 
@@ -44,6 +44,6 @@ def test_the_page_has_a_line_for_every_metric_and_no_other() -> None:
 
 def test_the_page_names_the_folders_in_their_order() -> None:
     text = PAGE.read_text()
-    named = [training_log.FOLDER_VARIABLE, "--save", "--tensorboard-dir", "--wandb-save-dir"]
+    named = [publish.FOLDER_VARIABLE, "--save", "--tensorboard-dir", "--wandb-save-dir"]
     places = [text.index(f"`{name}`") for name in named]
     assert places == sorted(places)

@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
+import signal
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -95,7 +100,9 @@ def one_rank_with_the_stock_communicator(toy: ToyGPT) -> None:
 
 
 def test_a_neighbour_that_is_never_asked_for_its_plan_is_named() -> None:
-    with pytest.raises(RankFailure, match="pipeline rank 1 did not tell its transfer plan"):
+    with pytest.raises(
+        RankFailure, match="pipeline rank 1 did not say within 0:00:01 how it begins a step"
+    ):
         run_ranks(2, one_rank_with_the_stock_communicator, ToyGPT(pp=2), timeout_s=20)
 
 
@@ -126,6 +133,98 @@ def test_neighbours_with_different_payload_shapes_both_refuse() -> None:
     message = str(failure.value)
     assert message.count("row_shape: pipeline rank") == 2
     assert "[16, 2, 32]" in message and "[18, 2, 32]" in message
+
+
+def options_differ(toy: ToyGPT, other: ToyGPT) -> None:
+    """Two steps of the first toy on every rank, then one of the other on rank 1 alone."""
+    setup_parallel(toy)
+    chunks = build_chunks(toy, spec_for(BLOCKS))
+    for _ in range(2):
+        train_step(chunks, toy)
+    if torch.distributed.get_rank() == 1:
+        for chunk in chunks:
+            vars(chunk.config).update(other.config_overrides)
+        toy = other
+    train_step(chunks, replace(toy, num_microbatches=toy.num_microbatches + 2))
+
+
+ONE_SIDED = {
+    "micro-batches, 1f1b": (dict(pp=2), dict(num_microbatches=6), "num_microbatches: .* 6, .* 8"),
+    "micro-batches": (dict(pp=2, vpp=2), dict(num_microbatches=6), "num_microbatches: .* 6, .* 8"),
+    "group": (
+        dict(pp=2, vpp=2),
+        dict(config_overrides=dict(microbatch_group_size_per_vp_stage=3)),
+        "microbatch_group_size: .* 2, .* 3",
+    ),
+}
+
+
+# The ranks once waited for each other until the time-out of the process group.
+@pytest.mark.host
+@pytest.mark.parametrize(("pipeline", "other", "fault"), ONE_SIDED.values(), ids=ONE_SIDED)
+def test_a_step_that_one_rank_walks_in_another_way_is_refused_before_anything_is_sent(
+    pipeline: dict[str, int], other: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, options_differ, ToyGPT(**pipeline), ToyGPT(**pipeline, **other), timeout_s=30)
+    message = str(failure.value)
+    assert message.count("nothing of this step was sent") == 2
+    assert re.search(f"- {fault}", message)
+
+
+def overlaps_differ(toy: ToyGPT, other: dict[str, Any]) -> ToyResult:
+    if torch.distributed.get_rank() == 1:
+        toy = replace(toy, config_overrides=other)
+    setup_parallel(toy)
+    chunks = build_chunks(toy, spec_for(BLOCKS))
+    losses = train_step(chunks, toy)
+    return ToyResult(losses, full_grads(chunks))
+
+
+# Why these options are not compared: they change when a rank waits, not what it sends.
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(overlap_p2p_comm=False),
+        dict(overlap_p2p_comm_warmup_flush=True),
+        dict(deallocate_pipeline_outputs=True),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_neighbours_may_overlap_their_messages_in_different_ways(other: dict[str, Any]) -> None:
+    expected = run_toy(INTERLEAVED, spec_for(BLOCKS))
+    actual = merge(run_ranks(2, overlaps_differ, INTERLEAVED, other))
+    assert actual.losses == expected.losses
+    assert all(torch.equal(actual.grads[name], grad) for name, grad in expected.grads.items())
+
+
+def die_in_the_second_forward(toy: ToyGPT, residual: str) -> None:
+    setup_parallel(toy)
+    chunks = build_chunks(toy, spec_for(residual))
+    if torch.distributed.get_rank() == 1:
+        calls = itertools.count(1)
+
+        def die(*_: Any) -> None:
+            if next(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        chunks[0].register_forward_pre_hook(die)
+    train_step(chunks, toy)
+
+
+# The rank that was left once had no more to say than "Connection closed by peer".
+@pytest.mark.parametrize("toy", [ToyGPT(pp=2), INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize("residual", [BLOCKS, "block_attnres(check_messages=True)"])
+def test_a_rank_that_dies_is_named_by_its_neighbour_with_the_message_that_was_due(
+    toy: ToyGPT, residual: str
+) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, die_in_the_second_forward, toy, residual, timeout_s=20)
+    assert re.search(
+        r"RuntimeError: rank 0 could not (send|receive) the (forward|backward) message of "
+        r"micro-batch \d, stages \d -> \d, (to|from) rank 1: that rank has ended",
+        str(failure.value),
+    )
 
 
 def swap_two_messages(toy: ToyGPT) -> None:
@@ -191,10 +290,10 @@ def mixed_steps(toy: ToyGPT) -> tuple[ToyResult, list[list[float]]]:
         with torch.set_grad_enabled(grad):
             losses.append(train_step(chunks, toy, forward_only=forward_only))
         # a forward-only pass that keeps its graph holds no value either, only what is owed
-        assert route.cache.num_values == 0
-        assert len(route.cache) == 0 or (forward_only and grad)
+        assert route.step.cache.num_values == 0
+        assert len(route.step.cache) == 0 or (forward_only and grad)
     losses.append(train_step(chunks, toy))
-    assert len(route.cache) == 0
+    assert len(route.step.cache) == 0
     return ToyResult(losses[-1], full_grads(chunks)), losses
 
 
@@ -214,10 +313,10 @@ def after_a_step_that_raised(toy: ToyGPT) -> ToyResult:
     train_step(chunks, toy)
     for source in range(2):  # what a step that raised in its middle leaves
         leftover = torch.randn(2, 2, 2, requires_grad=True)
-        route.cache.stash(0, source, leftover, fetches=1)
+        route.step.cache.stash(0, source, leftover, fetches=1)
     route.next_micro_batch(0)
     losses = train_step(chunks, toy)
-    assert len(route.cache) == 0
+    assert len(route.step.cache) == 0
     return ToyResult(losses, full_grads(chunks))
 
 

@@ -162,7 +162,7 @@ def in_a_block_of_the_hosts() -> list[str]:
 
 def test_a_model_that_builds_its_block_itself_is_told_what_to_build() -> None:
     (said,) = run_ranks(1, in_a_block_of_the_hosts)
-    assert all("build a megatron_residuals.mcore.block.Residual" in text for text in said), said
+    assert all("call megatron_residuals.mcore.compose.build_block" in text for text in said), said
 
 
 MOE = dict(

@@ -120,9 +120,9 @@ def both_transports(case: Case) -> dict[str, tuple[ToyResult, dict[str, Any]]]:
         losses = train_step(chunks, toy)
         (route,) = [route for route in live_routes() if route.residual.transport == transport]
         moved = dict(
-            received=dict(route.received_bytes),
-            cached=len(route.cache),
-            waiting=len(route.outbox),
+            received=dict(route.step.received),
+            cached=len(route.step.cache),
+            waiting=len(route.step.outbox),
             planned=planned_bytes(route, toy),
         )
         results[transport] = (ToyResult(losses, full_grads(chunks)), moved)

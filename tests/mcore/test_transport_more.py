@@ -126,7 +126,7 @@ def received_bytes(toy: ToyGPT) -> tuple[ToyResult, dict[tuple[str, int], int]]:
     chunks = build_chunks(toy, spec_for("mhc(streams=3)"))
     losses = train_step(chunks, toy)
     (route,) = live_routes()
-    return ToyResult(losses, full_grads(chunks)), dict(route.received_bytes)
+    return ToyResult(losses, full_grads(chunks)), dict(route.step.received)
 
 
 @pytest.mark.parametrize(("pipeline", "cut", "rows"), STREAM_ROWS.values(), ids=STREAM_ROWS)
@@ -163,7 +163,7 @@ def living_after_steps(toy: ToyGPT, residual: str) -> list[tuple[int, ...]]:
         # not counted: random states (bytes), of which torch keeps one more after every step
         tensors = [tensor for tensor in tensors if tensor.dtype != torch.uint8]
         elements = sum(tensor.numel() for tensor in tensors)
-        counts.append((len(route.cache), len(route.outbox), len(tensors), elements))
+        counts.append((len(route.step.cache), len(route.step.outbox), len(tensors), elements))
     return counts[1:]
 
 
@@ -195,7 +195,7 @@ def raise_in_the_middle(toy: ToyGPT, last_calls: tuple[int, ...]) -> tuple[ToyRe
         train_step(chunks, toy)
     for chunk, forward in zip(chunks, forwards, strict=True):
         chunk.forward = forward
-    left = len(route.cache)
+    left = len(route.step.cache)
     losses = train_step(chunks, toy)
     return ToyResult(losses, full_grads(chunks)), left
 

@@ -17,8 +17,9 @@ from unittest import mock
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import Message
 from megatron_residuals.pipeline.schedule import Pass
-from megatron_residuals.planner.simulate.steps import Call, Message, Program, Wait
+from megatron_residuals.planner.simulate.steps import Call, Program, Wait
 
 
 class _Handle:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import Message
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.pipeline.schedule import Pass, schedule
 from megatron_residuals.planner.simulate.deadlock import Deadlock, OutOfOrder
@@ -18,7 +19,7 @@ from megatron_residuals.planner.simulate.engine import Timeline, play
 from megatron_residuals.planner.simulate.interleaved import OVERLAPS
 from megatron_residuals.planner.simulate.links import FREE, NO_COST, Link, Network
 from megatron_residuals.planner.simulate.program import programs
-from megatron_residuals.planner.simulate.steps import Call, Message, Program
+from megatron_residuals.planner.simulate.steps import Call, Program
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0  # of one stage; halves and quarters of it are exact in binary
 SETTINGS = [*itertools.product(OVERLAPS, (True, False))]

@@ -14,9 +14,10 @@ from packaging.version import Version
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mcore.compat import host_version
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import Message
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.planner.simulate.program import programs
-from megatron_residuals.planner.simulate.steps import Message, Program
+from megatron_residuals.planner.simulate.steps import Program
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel, train_step

@@ -8,6 +8,7 @@ startup                        what a run prints when its model is built
 checkpoint                     the record of a residual in checkpoints, compared before they load
 warm_start                     training that starts from the weights of a plain model
 optimizer, mixed_precision     parameter groups of the mechanism; groups of mixed precision
-monitor, training_log          records steps; where Megatron's loop says that one is over
+monitor                        records steps; Megatron's loop says when one is over
 publish                        from a record to files, wandb and TensorBoard
+script                         what the runner wraps for scripts as they are
 """

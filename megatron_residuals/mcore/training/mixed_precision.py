@@ -20,16 +20,19 @@ def is_16_bit(parameter: Any) -> bool:
     return bool(parameter.dtype.itemsize < 4)
 
 
-def ordered_by_precision(stock: Callable[..., Any]) -> Callable[..., Any]:
+def ordered_by_precision(stock: Any) -> Any:
     """``DistributedOptimizer._build_optimizer_group_ranges`` with the order that is kept later.
+
+    A class method from a class method.
 
     A rank's shard of a group is stored with the float32 parameters in front of the 16-bit ones,
     while the host numbers both in one sequence, so one would save and load the state of another.
     """
 
-    @functools.wraps(stock)
+    @classmethod
+    @functools.wraps(stock.__func__)
     def build_optimizer_group_ranges(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        places, ranges = stock(*args, **kwargs)
+        places, ranges = stock.__func__(*args, **kwargs)
         for index, group in enumerate(ranges):
             group["params"].sort(key=is_16_bit)
             for order, parameter in enumerate(group["params"]):

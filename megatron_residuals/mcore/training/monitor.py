@@ -6,14 +6,20 @@ Built with ``log_interval=0``, a model is never touched. Otherwise the blocks of
 monitor, which puts hooks on them for the steps that are recorded and takes them off behind each.
 Between recorded steps, the end of a step costs a comparison of integers.
 
-In Megatron's training loop ``training_log`` ends a step (``training_log.py``). With a loop of
-your own, call ``log_step`` on every rank after each optimizer step.
+In Megatron's training loop ``training_log`` ends a step: it runs on every rank once after each, in
+all supported versions, and ``train`` looks it up by name. With a loop of your own, call
+``log_step`` on every rank after each optimizer step. Where nobody ends the recorded step, recording
+stops with a warning.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,30 +27,19 @@ import torch.distributed as dist
 
 from megatron_residuals.diagnostics.fields import fields_for
 from megatron_residuals.diagnostics.kept import KeptBytes
+from megatron_residuals.diagnostics.optimizer_steps import OptimizerSteps
 from megatron_residuals.diagnostics.probes import probe_for
 from megatron_residuals.diagnostics.recorder import Reader, StageRecorder, StepSums, Visit
 from megatron_residuals.diagnostics.records import Record, series_of
-from megatron_residuals.mcore import block as block_module
 from megatron_residuals.mcore.block import ResidualTransformerBlock
 from megatron_residuals.mcore.route import Route
-from megatron_residuals.mcore.training import training_log
 from megatron_residuals.mcore.training.publish import Publisher
+from megatron_residuals.pipeline.messages import Direction
 
-_ATTRIBUTE = "monitor"  # of a route: the monitor lives as long as the model
+logger = logging.getLogger(__name__)
+NEVER_ENDED = 2  # steps of the optimizer within a recorded step: no loop calls log_step so late
+# The loop that calls ``log_step`` names no model: it ends the step of the one built last.
 _current: weakref.ref[Monitor] | None = None
-
-
-def attach() -> None:
-    """Look at every block that is built from now on. Twice is once."""
-    if _observe not in block_module.observers:
-        block_module.observers.append(_observe)
-
-
-def detach() -> None:
-    """Undo ``attach``, and leave Megatron's training loop as it was."""
-    if _observe in block_module.observers:
-        block_module.observers.remove(_observe)
-    training_log.unfollow()
 
 
 def log_step(
@@ -71,18 +66,39 @@ def log_step(
     return monitor.log_step(iteration, losses or {}, figures or {}) if monitor else None
 
 
-def _observe(block: ResidualTransformerBlock) -> None:
+def ends_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``training_log`` that calls ``log_step`` behind it.
+
+    Raises:
+        RuntimeError: the host's function has no ``iteration`` or ``loss_dict`` (any more).
+    """
+    signature = inspect.signature(stock)
+    if not {"iteration", "loss_dict"} <= signature.parameters.keys():
+        raise RuntimeError(
+            "megatron.training.training.training_log has no iteration and loss_dict among "
+            f"{list(signature.parameters)}; this Megatron is not one that megatron_residuals was "
+            "tested with. Leave --residual-log-interval out"
+        )
+
+    @functools.wraps(stock)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        returned = stock(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        figures = {"learning-rate": given.get("learning_rate"), "grad-norm": given.get("grad_norm")}
+        log_step(given["iteration"], given["loss_dict"], figures)
+        return returned
+
+    return training_log
+
+
+def observe(block: ResidualTransformerBlock) -> None:
+    """Record the steps of a block's model; all its blocks share one monitor."""
     global _current
     route = block.stage_io.route
-    if route.residual.log_interval == 0:
-        return
-    monitor = getattr(route, _ATTRIBUTE, None)
-    if monitor is None:
-        monitor = Monitor(route, block)
-        setattr(route, _ATTRIBUTE, monitor)
+    if not isinstance(route.monitor, Monitor):
+        route.monitor = monitor = Monitor(route, block)
         _current = weakref.ref(monitor)
-        training_log.follow(log_step)
-    monitor.watch(block)
+    route.monitor.watch(block)
 
 
 class Monitor:
@@ -100,7 +116,11 @@ class Monitor:
         self._stages: list[_Stage] = []
         self._sums: StepSums | None = None
         self._loss_scale: torch.Tensor | None = None
+        self._received: Counter[tuple[Direction, int]] = Counter()
         self._armed = True  # the first step of a process: nobody knows its number yet
+        self._optimizer_steps = OptimizerSteps()
+        self._optimizer_steps.begin()
+        weakref.finalize(self, self._optimizer_steps.end)
         self._losses: dict[int, dict[str, Any]] = {}
         self._publisher = Publisher(route, block.config)
 
@@ -130,8 +150,12 @@ class Monitor:
             self._sums = StepSums(self._fields, device, composite=self._is_first_replica)
         return self._sums
 
-    def note_loss_scale(self, config: Any) -> None:
-        """Ask for the loss scale before the step changes it; it stays on the device."""
+    def note_step(self, config: Any) -> None:
+        """Note what counts the bytes of this step; ask for the loss scale before it changes.
+
+        The scale stays on the device.
+        """
+        self._received = self._route.step.received
         if self._loss_scale is None and config.grad_scale_func is not None:
             one = torch.ones((), dtype=torch.float64, device=self.sums.flat.device)
             self._loss_scale = config.grad_scale_func(one)
@@ -145,10 +169,32 @@ class Monitor:
         record = self._finish(iteration, figures) if self._armed else None
         armed = (iteration + 1) % self._interval == 0
         if armed or self._armed:
-            for stage in self._stages:
-                stage.arm() if armed else stage.disarm()
-        self._armed = armed
+            self._set_armed(armed)
         return record
+
+    def _set_armed(self, armed: bool) -> None:
+        for stage in self._stages:
+            stage.arm() if armed else stage.disarm()
+        self._optimizer_steps.begin() if armed else self._optimizer_steps.end()
+        self._armed = armed
+
+    def is_ended_in_time(self) -> bool:
+        """Whether the recorded step, in which a micro-batch begins, goes on; if not, it is dropped.
+
+        Otherwise all steps would be recorded as one, at the price of recording each.
+        """
+        if self._optimizer_steps.count() < NEVER_ENDED:
+            return True
+        self._set_armed(False)
+        self._sums = self._loss_scale = None
+        if self._rank == self._world - 1:
+            logger.warning(
+                "residual_log_interval is %d, but nothing says when a step is over: call "
+                "megatron_residuals.mcore.monitor.log_step(iteration, losses) on every rank after "
+                "each optimizer step. Nothing is recorded until it is called",
+                self._interval,
+            )
+        return False
 
     def _finish(self, iteration: int, figures: Mapping[str, Any]) -> Record | None:
         sums, self._sums = self.sums, None
@@ -190,7 +236,7 @@ class Monitor:
         def view(name: str) -> torch.Tensor:
             return self._fields.view(own, name)
 
-        for (direction, boundary), size in self._route.training_bytes.items():
+        for (direction, boundary), size in self._received.items():
             view(f"bytes_{direction}")[boundary - 1] = size
         for stage in self._stages:
             view("kept_bytes")[stage.index] = stage.kept_bytes / self._replicas
@@ -241,9 +287,11 @@ class _Stage:
     def _begin(self, block: ResidualTransformerBlock, inputs: Any) -> None:
         if not block.training or not torch.is_grad_enabled():
             return
+        if not self._monitor.is_ended_in_time():
+            return
         self.recorder.begin()
+        self._monitor.note_step(block.config)
         if not self._is_measured:
-            self._monitor.note_loss_scale(block.config)
             self._kept = KeptBytes(list(block.parameters()))
             self._kept.begin()
 
@@ -256,7 +304,7 @@ class _Stage:
     @torch.no_grad()
     def _on_done(self, visit: Visit) -> None:
         visit.add_to(self._monitor.sums)
-        held = self._monitor._route.cache.num_values * visit.row_bytes
+        held = self._monitor._route.step.cache.num_values * visit.row_bytes
         self.cache_bytes = max(self.cache_bytes, held)
 
 

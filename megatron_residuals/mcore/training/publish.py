@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +24,10 @@ from megatron_residuals.interchange.initial import initial_parameters
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import host_version
 from megatron_residuals.mcore.route import Route
-from megatron_residuals.mcore.training.training_log import log_folder, tensorboard_writer
 
 logger = logging.getLogger(__name__)
 RECORDS_PER_IMAGE = 10
+FOLDER_VARIABLE = "MEGATRON_RESIDUALS_LOG_DIR"
 
 
 class Publisher:
@@ -122,3 +125,22 @@ def _added(residual: ResidualConfig, config: Any) -> int:
     with torch.device("meta"):
         parameters = initial_parameters(residual, config.num_layers, config.hidden_size)
     return sum(parameter.numel() for parameter in parameters.values())
+
+
+def tensorboard_writer() -> Any:
+    """The writer that Megatron has opened, or None."""
+    return getattr(
+        sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TENSORBOARD_WRITER", None
+    )
+
+
+def log_folder() -> Path:
+    """Where the JSON lines file goes: the first of these that is set.
+
+    ``MEGATRON_RESIDUALS_LOG_DIR``, ``--save``, ``--tensorboard-dir``, ``--wandb-save-dir``,
+    ``residual_log`` in the current folder.
+    """
+    args = global_args()
+    named = [os.environ.get(FOLDER_VARIABLE)]
+    named += [getattr(args, name, None) for name in ("save", "tensorboard_dir", "wandb_save_dir")]
+    return Path(next((name for name in named if name), "residual_log"))

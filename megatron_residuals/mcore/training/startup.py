@@ -5,41 +5,36 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_residuals._version import __version__
-from megatron_residuals.mcore import install
 from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.mcore.block import ResidualTransformerBlock
+from megatron_residuals.mcore.route import Route
+from megatron_residuals.mcore.runner import StageRunner
 from megatron_residuals.mcore.support import host_warnings
 from megatron_residuals.mcore.training.forecast import model_sizes
-from megatron_residuals.mcore.training.optimizer import check_multipliers_are_heard
 from megatron_residuals.planner.memory import MemoryPlan
 from megatron_residuals.planner.storages import RESIDUAL
 from megatron_residuals.text import format_bytes
 
-if TYPE_CHECKING:
-    from megatron_residuals.mcore.route import Route
-    from megatron_residuals.mcore.runner import StageRunner
-
 logger = logging.getLogger(__name__)
 
 
-def announce(route: Route, runner: StageRunner, config: Any) -> None:
+def announce(block: ResidualTransformerBlock, seams: str) -> None:
     """Print the report on rank 0 for the first block of a model; log it outside a training loop.
 
-    Raises:
-        RuntimeError: a flag is given that this host's training loop would not hear.
+    ``seams`` is what stands ahead of it: the report of the host's seams.
     """
-    install.install()  # a training loop that was imported after us has its seams by now
-    check_multipliers_are_heard(install.OPTIMIZER.state != "stock")
+    route = block.stage_io.route
     if len(route.blocks) > 1 or (dist.is_initialized() and dist.get_rank() != 0):
         return
-    for warning in host_warnings(config):
+    for warning in host_warnings(block.config):
         logger.warning("megatron_residuals: %s", warning)
-    text = f"{install.report()}\n{model_report(route, runner, config)}"
+    text = f"{seams}\n{model_report(route, block.runner, block.config)}"
     if global_args() is not None:
         print(text, flush=True)
     else:

@@ -36,6 +36,7 @@ from megatron_residuals.interchange.names import (
     missing_keys,
 )
 from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.mcore.training.checkpoint import checked_load
 from megatron_residuals.modules.base import Float32Module
 from megatron_residuals.settings import RECORD
 from megatron_residuals.text import fault_list
@@ -62,6 +63,11 @@ def start_from_plain() -> Iterator[None]:
 def is_allowed() -> bool:
     """Whether a plain checkpoint is what the user means to start from."""
     return _allowed.get() or bool(getattr(global_args(), "finetune", False))
+
+
+def guarded_load(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``dist_checkpointing.load`` with everything that a residual asks of a checkpoint."""
+    return warm_start_load(checked_load(stock))
 
 
 def warm_start_load(stock: Callable[..., Any]) -> Callable[..., Any]:

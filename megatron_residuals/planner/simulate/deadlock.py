@@ -7,19 +7,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_residuals.planner.simulate.steps import Message
+from megatron_residuals.pipeline.messages import SEND, Message, Verb
 
 
 class Blocked(NamedTuple):
     """A rank that waits to ``verb`` (send, receive) a message whose other end is at ``peer``."""
 
     rank: int
-    verb: str
+    verb: Verb
     message: Message
     peer: int
 
     def __str__(self) -> str:
-        preposition = "to" if self.verb == "send" else "from"
+        preposition = "to" if self.verb == SEND else "from"
         return (
             f"rank {self.rank} waits to {self.verb} the {self.message}, {preposition} rank "
             f"{self.peer}"

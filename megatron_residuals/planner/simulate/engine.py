@@ -17,17 +17,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import RECEIVE, SEND, Message, Verb
 from megatron_residuals.pipeline.schedule import Pass
 from megatron_residuals.planner.simulate.deadlock import Blocked, Deadlock, OutOfOrder
 from megatron_residuals.planner.simulate.links import Network
-from megatron_residuals.planner.simulate.steps import (
-    RECEIVE,
-    SEND,
-    Message,
-    Program,
-    Step,
-    Wait,
-)
+from megatron_residuals.planner.simulate.steps import Program, Step, Wait
 
 
 class PassSpan(NamedTuple):
@@ -85,7 +79,7 @@ def play(
     return _Run(layout, programs, pass_s, message_bytes, network).run()
 
 
-Handle = tuple[str, Message]
+Handle = tuple[Verb, Message]
 Channel = tuple[str, int, int]  # direction, sender, receiver
 
 
@@ -104,7 +98,7 @@ class _Run:
         self._open: list[deque[Handle]] = [deque() for _ in programs]  # of the current step
         self._waiting: dict[int, Handle] = {}
         self._clock = [(0.0, rank) for rank in range(len(programs))]
-        self._posted: dict[tuple[Channel, str], deque[Message]] = defaultdict(deque)
+        self._posted: dict[tuple[Channel, Verb], deque[Message]] = defaultdict(deque)
         self._done_s: dict[Message, float] = {}
         self._port_free_s: dict[tuple[int, bool, str], float] = defaultdict(float)
         self._passes: list[PassSpan] = []
@@ -156,7 +150,7 @@ class _Run:
             self._open[rank].extend(step.handles)
         return now_s
 
-    def _post(self, rank: int, verb: str, message: Message, now_s: float) -> None:
+    def _post(self, rank: int, verb: Verb, message: Message, now_s: float) -> None:
         sender, receiver = message.ends(self._layout)
         assert rank == (sender if verb == SEND else receiver), f"rank {rank} cannot {verb} this"
         channel = (message.direction, sender, receiver)

@@ -16,17 +16,16 @@ from __future__ import annotations
 from collections import deque
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.pipeline.schedule import Pass, schedule, warm_up
-from megatron_residuals.planner.simulate.steps import (
+from megatron_residuals.pipeline.messages import (
     BACKWARD,
     FORWARD,
     RECEIVE,
     SEND,
-    Call,
+    Direction,
     Message,
-    Program,
-    Wait,
 )
+from megatron_residuals.pipeline.schedule import Pass, schedule, warm_up
+from megatron_residuals.planner.simulate.steps import Call, Program, Wait
 
 OVERLAPS = ("off", "steady", "all")
 """No overlap of messages with passes; in the steady part (the host's default); warm-up and
@@ -70,32 +69,32 @@ class _Writer:
         self.program: Program = []
         self._layout, self._rank = layout, rank
         self._overlap, self._waits_for_sends = overlap, waits_for_sends
-        self._passes: dict[str, list[Pass]] = {FORWARD: [], BACKWARD: []}
+        self._passes: dict[Direction, list[Pass]] = {FORWARD: [], BACKWARD: []}
         for each in schedule(layout, rank, num_microbatches, group_size):
             self._passes[FORWARD if each.forward else BACKWARD].append(each)
         self._total = len(self._passes[FORWARD])
         self._warm_up = min(warm_up(layout, rank, group_size), self._total)
-        self._due: dict[str, deque[Message]] = {FORWARD: deque(), BACKWARD: deque()}
-        self._sending: dict[str, Message | None] = {FORWARD: None, BACKWARD: None}
+        self._due: dict[Direction, deque[Message]] = {FORWARD: deque(), BACKWARD: deque()}
+        self._sending: dict[Direction, Message | None] = {FORWARD: None, BACKWARD: None}
 
     # which messages
 
-    def _input(self, k: int, direction: str) -> Message | None:
+    def _input(self, k: int, direction: Direction) -> Message | None:
         _, micro_batch, stage = self._passes[direction][k]
         return self._message(direction, stage if direction == FORWARD else stage + 1, micro_batch)
 
-    def _output(self, k: int, direction: str) -> Message | None:
+    def _output(self, k: int, direction: Direction) -> Message | None:
         _, micro_batch, stage = self._passes[direction][k]
         return self._message(direction, stage + 1 if direction == FORWARD else stage, micro_batch)
 
-    def _message(self, direction: str, boundary: int, micro_batch: int) -> Message | None:
+    def _message(self, direction: Direction, boundary: int, micro_batch: int) -> Message | None:
         inside = 0 < boundary < self._layout.num_stages
         return Message(direction, boundary, micro_batch) if inside else None
 
-    def _leads(self, direction: str) -> bool:
+    def _leads(self, direction: Direction) -> bool:
         return self._rank == (0 if direction == FORWARD else self._layout.num_ranks - 1)
 
-    def _arriving(self, k: int, direction: str) -> Message | None:
+    def _arriving(self, k: int, direction: Direction) -> Message | None:
         """What is received in the call behind the k-th pass."""
         if not self._leads(direction):
             return self._input(k + 1, direction) if k + 1 < self._total else None
@@ -113,7 +112,7 @@ class _Writer:
 
     # what is written
 
-    def _pass(self, k: int, direction: str) -> None:
+    def _pass(self, k: int, direction: Direction) -> None:
         self.program.append(self._passes[direction][k])
 
     def _call(self, *pairs: tuple[Message | None, Message | None], blocking: bool) -> None:
@@ -126,7 +125,7 @@ class _Writer:
             for message in receives:
                 self._due[message.direction].append(message)
 
-    def _start(self, direction: str, send: Message | None, receive: Message | None) -> None:
+    def _start(self, direction: Direction, send: Message | None, receive: Message | None) -> None:
         """A call that does not wait; then the waits for sends as the host orders them."""
         self._call((send, receive), blocking=False)
         self._wait_for_send(direction)
@@ -134,13 +133,13 @@ class _Writer:
         if direction == FORWARD and self._waits_for_sends:
             self._wait_for_send(direction)
 
-    def _wait_for_send(self, direction: str) -> None:
+    def _wait_for_send(self, direction: Direction) -> None:
         message = self._sending[direction]
         if message is not None:
             self.program.append(Wait(SEND, message))
             self._sending[direction] = None
 
-    def _wait_for_input(self, k: int, direction: str) -> None:
+    def _wait_for_input(self, k: int, direction: Direction) -> None:
         """Waits for the oldest receive that is still open, if the pass has an input at all."""
         if self._input(k, direction) is not None and self._due[direction]:
             self.program.append(Wait(RECEIVE, self._due[direction].popleft()))

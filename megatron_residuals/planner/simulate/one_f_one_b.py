@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 from megatron_residuals.pipeline.layout import StageLayout
-from megatron_residuals.pipeline.schedule import Pass, warm_up
-from megatron_residuals.planner.simulate.steps import (
+from megatron_residuals.pipeline.messages import (
     BACKWARD,
     FORWARD,
-    Call,
+    RECEIVE,
+    SEND,
+    Direction,
     Message,
-    Program,
+    Verb,
 )
+from megatron_residuals.pipeline.schedule import Pass, warm_up
+from megatron_residuals.planner.simulate.steps import Call, Program
 
 
 def one_f_one_b(layout: StageLayout, rank: int, num_microbatches: int) -> Program:
@@ -30,30 +33,32 @@ def one_f_one_b(layout: StageLayout, rank: int, num_microbatches: int) -> Progra
     ahead = min(warm_up(layout, rank, 1), num_microbatches)
     steady = num_microbatches - ahead
 
-    def call(*messages: tuple[str, str, int]) -> None:
-        found: dict[str, list[Message]] = {"send": [], "receive": []}
+    def call(*messages: tuple[Verb, Direction, int]) -> None:
+        found: dict[Verb, list[Message]] = {SEND: [], RECEIVE: []}
         for verb, direction, micro_batch in messages:
-            forward_in = (direction == FORWARD) == (verb == "receive")
+            forward_in = (direction == FORWARD) == (verb == RECEIVE)
             boundary = rank if forward_in else rank + 1
             if 0 < boundary < layout.num_stages:
                 found[verb].append(Message(direction, boundary, micro_batch))
-        if found["send"] or found["receive"]:
-            program.append(Call(tuple(found["send"]), tuple(found["receive"]), True))
+        if found[SEND] or found[RECEIVE]:
+            program.append(Call(tuple(found[SEND]), tuple(found[RECEIVE]), True))
 
     for m in range(ahead):
-        call(("receive", FORWARD, m))
+        call((RECEIVE, FORWARD, m))
         program.append(Pass(True, m, rank))
-        call(("send", FORWARD, m))
+        call((SEND, FORWARD, m))
     if steady:
-        call(("receive", FORWARD, ahead))
+        call((RECEIVE, FORWARD, ahead))
     for m in range(steady):
         program.append(Pass(True, m + ahead, rank))
-        call(("send", FORWARD, m + ahead), ("receive", BACKWARD, m))
+        call((SEND, FORWARD, m + ahead), (RECEIVE, BACKWARD, m))
         program.append(Pass(False, m, rank))
-        more = [("receive", FORWARD, m + ahead + 1)] if m < steady - 1 else []
-        call(("send", BACKWARD, m), *more)
+        more: list[tuple[Verb, Direction, int]] = []
+        if m < steady - 1:
+            more.append((RECEIVE, FORWARD, m + ahead + 1))
+        call((SEND, BACKWARD, m), *more)
     for m in range(steady, num_microbatches):
-        call(("receive", BACKWARD, m))
+        call((RECEIVE, BACKWARD, m))
         program.append(Pass(False, m, rank))
-        call(("send", BACKWARD, m))
+        call((SEND, BACKWARD, m))
     return program

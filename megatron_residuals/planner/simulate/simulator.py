@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import Message
 from megatron_residuals.pipeline.schedule import Pass
 from megatron_residuals.planner.memory import Prediction
 from megatron_residuals.planner.simulate.costs import PassCosts, Rates
@@ -21,7 +22,6 @@ from megatron_residuals.planner.simulate.engine import Timeline, play
 from megatron_residuals.planner.simulate.links import NO_COST, Network
 from megatron_residuals.planner.simulate.program import programs
 from megatron_residuals.planner.simulate.schemes import Scheme
-from megatron_residuals.planner.simulate.steps import Message
 
 
 @dataclass(frozen=True)

@@ -13,30 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import RECEIVE, SEND, Message, Verb
 from megatron_residuals.pipeline.schedule import Pass
-
-FORWARD, BACKWARD = "forward", "backward"
-SEND, RECEIVE = "send", "receive"
-
-
-class Message(NamedTuple):
-    """One hop of one micro-batch; the boundary is named by the stage behind it, as in a plan."""
-
-    direction: str
-    boundary: int
-    micro_batch: int
-
-    def ends(self, layout: StageLayout) -> tuple[int, int]:
-        """The ranks that send and receive it."""
-        behind, ahead = layout.rank(self.boundary - 1), layout.rank(self.boundary)
-        return (behind, ahead) if self.direction == FORWARD else (ahead, behind)
-
-    def __str__(self) -> str:
-        hop = f"{self.boundary - 1} -> {self.boundary}"
-        if self.direction == BACKWARD:
-            hop = f"{self.boundary} -> {self.boundary - 1}"
-        return f"{self.direction} message of micro-batch {self.micro_batch}, stages {hop}"
 
 
 class Call(NamedTuple):
@@ -47,7 +25,7 @@ class Call(NamedTuple):
     blocking: bool
 
     @property
-    def handles(self) -> list[tuple[str, Message]]:
+    def handles(self) -> list[tuple[Verb, Message]]:
         """Everything that can be waited for."""
         return [(SEND, m) for m in self.sends] + [(RECEIVE, m) for m in self.receives]
 
@@ -55,7 +33,7 @@ class Call(NamedTuple):
 class Wait(NamedTuple):
     """Waits until a message that an earlier call started has been sent, or has arrived."""
 
-    verb: str
+    verb: Verb
     message: Message
 
 

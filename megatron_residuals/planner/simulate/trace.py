@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.messages import BACKWARD, FORWARD
 from megatron_residuals.planner.simulate.engine import MessageSpan, PassSpan, Timeline
-from megatron_residuals.planner.simulate.steps import BACKWARD, FORWARD
 
 US = 1e6
 ROWS = ("compute", f"sends {FORWARD}", f"sends {BACKWARD}")
@@ -43,7 +43,7 @@ def _pass_event(process: int, layout: StageLayout, span: PassSpan) -> dict[str, 
     return {
         "ph": "X",
         "name": f"{'F' if forward else 'B'}{micro_batch}.{stage}",
-        "cat": "forward" if forward else "backward",
+        "cat": FORWARD if forward else BACKWARD,
         "pid": process,
         "tid": len(ROWS) * span.rank,
         "ts": span.start_s * US,

@@ -70,7 +70,7 @@ def traffic(toy: ToyGPT) -> tuple[str, Counter[tuple[str, int]]]:
     chunks = build_chunks(toy, spec_for(BLOCKS))
     train_step(chunks, toy)
     (route,) = live_routes()
-    return str(route.plan), route.received_bytes
+    return str(route.plan), route.step.received
 
 
 def test_the_plan_is_the_same_and_each_rank_sends_its_own_tokens() -> None:

@@ -198,7 +198,7 @@ def count_step(toy: ToyGPT, text: str) -> tuple[Record, set[float], set[int]]:
     assert current is not None
     tokens = set(current._fields.view(current.sums.flat, "tokens").tolist())
     by_sublayer = current._stages[0].recorder._gradients.values()
-    gradients = {sum(count for _, count in taken) for taken in by_sublayer}
+    gradients = {count for _, count in by_sublayer}
     record = monitor.log_step(1)
     assert record is not None
     return record, tokens, gradients
