@@ -46,6 +46,21 @@ def test_a_file_that_cannot_be_used_ends_in_one_line_and_status_two(
     assert captured.err == f"megatron-residuals: error: {words}\n"
 
 
+SIZES = "--layers 4 --hidden-size 32 --seq-length 16 --micro-batch-size 1"
+
+
+def test_an_output_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    target = tmp_path / "file" / "output"
+    words = [*f"simulate {SIZES}".split(), "--trace", str(target)]
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"megatron-residuals: error: {target}: Not a directory\n"
+
+
 def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "run_plan", failing(RuntimeError("a fault of the program")))
     with pytest.raises(RuntimeError):
