@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 OURS = "megatron_residuals"
@@ -69,9 +69,10 @@ class TrafficMeter(TorchDispatchMode):
         tensors = _tensors((args, kwargs))
         if name == ADDRESSES:
             table, *listed = tensors
-            first, count, _ = args[len(tensors) :]
+            first, present = args[len(tensors) :]
             known = self._tables.get(table.data_ptr(), []) if first else []
-            self._tables[table.data_ptr()] = known + listed[:count]
+            there = [each for i, each in enumerate(listed) if present >> i & 1]
+            self._tables[table.data_ptr()] = known + there
             return
         for table in list(tensors):
             tensors += self._tables.get(table.data_ptr(), []) if table.dtype == torch.int64 else []
@@ -107,7 +108,9 @@ def _launches(seen: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> I
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             name = getattr(self, "__name__", None) or self.fn.__name__
             seen(name, args, kwargs)
-            return stock(self, *args, **kwargs)
+            # an interpreter copies its arguments, which a launch does not
+            with _disable_current_modes():
+                return stock(self, *args, **kwargs)
 
         return mock.patch.object(owner, "run", run)
 
