@@ -77,6 +77,7 @@ def test_json_holds_the_totals_and_every_boundary(capsys: pytest.CaptureFixture[
         "partial": 8,
         "partial_complete": False,
         "rows": 2,
+        "carries_state": True,
     }
     assert "row_bytes" not in fields
 

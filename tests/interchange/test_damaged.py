@@ -24,13 +24,8 @@ from torch import Tensor
 from megatron_residuals.cli import main
 from megatron_residuals.interchange import ModelShape, open_checkpoint, tensor_file
 from megatron_residuals.interchange.pickles import Trust
-from tests.interchange.cases import (
-    HIDDEN,
-    LAYERS,
-    dense_shapes,
-    dense_tensors,
-    random_parameters,
-)
+from tests.interchange import cases
+from tests.interchange.cases import HIDDEN, LAYERS, dense_tensors
 from tests.interchange.test_checkpoints import (
     CONFIG,
     RECORD,
@@ -168,7 +163,7 @@ def save_number_keys(path: Path) -> None:
 
 
 def save_scalars(path: Path) -> None:
-    shapes = {**dense_shapes(stacked=False), "decoder.final_layernorm.weight": ()}
+    shapes = {**cases.dense_shapes(stacked=False), "decoder.final_layernorm.weight": ()}
     del shapes["embedding.word_embeddings.weight"]
     torch.save({key: torch.ones(shape) for key, shape in shapes.items()}, path)
 
@@ -228,7 +223,7 @@ def test_parameters_that_are_not_those_of_the_record_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # it ended in a KeyError
-    parameters = random_parameters(CONFIG)
+    parameters = cases.random_parameters(CONFIG)
     parameters["decoder.residual_head.head_bias"] = parameters.pop("decoder.residual_head.query")
     record = {"decoder.residual_settings._extra_state": RECORD}
     torch.save({**dense_tensors(), **parameters, **record}, tmp_path / "input.pt")
