@@ -8,7 +8,10 @@ Every host is tested in both forms: as it is, and with the hooks that ``patches/
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,3 +158,59 @@ def test_a_residual_spec_without_the_seams_fails_instead_of_training_a_plain_mod
     seams.uninstall()
     with pytest.raises(RuntimeError, match="ranks"):
         run_toy(ToyGPT(), spec)
+
+
+@pytest.mark.parametrize(
+    "seam",
+    (*seams.SEAMS, *seams.AROUND, seams.OPTIMIZER, seams.LOGGING, *seams.SCRIPT),
+    ids=lambda seam: seam.name,
+)
+def test_every_seam_names_a_function_of_ours_that_makes_what_goes_there(seam: seams.Seam) -> None:
+    room, _, function = seam.maker.rpartition(".")
+    module = importlib.import_module(f"megatron_residuals.mcore.{room}")
+    assert callable(getattr(module, function))
+
+
+def training_log(loss_dict: dict[str, float], iteration: int) -> None:
+    """As the training loop's, as far as we use it."""
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A training loop that is imported, where the host may have none."""
+    loop = types.ModuleType("megatron.training.training")
+    loop.training_log = training_log
+    loop.setup_model_and_optimizer = lambda: "built"
+    loop.get_megatron_optimizer_config = lambda: (None, None)
+    parser = types.ModuleType("megatron.training.arguments")
+    parser.add_megatron_arguments = lambda parser: parser
+    for module in (loop, parser):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return loop
+
+
+# The runner's two wraps and that of the log were once none of the seams: installed twice they were
+# two, uninstalling left the runner's, and the report named none of them.
+def test_what_is_wrapped_in_a_training_loop_is_listed_once_and_comes_off_again(
+    loop: types.ModuleType,
+) -> None:
+    more = (seams.LOGGING, *seams.SCRIPT)
+    stock = dict(vars(loop))
+    seams.install()
+    assert vars(loop).keys() == stock.keys() and loop.training_log is training_log
+    seams.install(more)
+    once = dict(vars(loop))
+    seams.install(more)
+    assert vars(loop) == once
+    assert loop.training_log.__wrapped__ is training_log
+    for seam in (*more, seams.OPTIMIZER):
+        assert seams.report().count(f"  replaced  {seam.path}: {seam.purpose}") == 1
+    seams.uninstall()
+    assert vars(loop) == stock
+
+
+def test_a_script_that_built_a_plain_model_is_told_so(loop: types.ModuleType) -> None:
+    gc.collect()  # models of other tests
+    seams.install(seams.SCRIPT)
+    with pytest.raises(ValueError, match="the script has built a model without one"):
+        loop.setup_model_and_optimizer()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from typing import Any
 
@@ -295,3 +296,38 @@ def test_recording_changes_no_loss_and_no_gradient(name: str) -> None:
     (off,) = run_ranks(1, losses_and_grads, toy, SPECS[name].replace("log_interval=1", ""))
     assert on[0] == off[0]
     assert all(torch.equal(a, b) for a, b in zip(on[1], off[1], strict=True))
+
+
+def never_ended(toy: ToyGPT, with_optimizer: bool) -> tuple[list[int], list[int], list[str]]:
+    """Living tensors after each step, hooks in it, and warnings, where nobody calls log_step."""
+    warned: list[str] = []
+    monitor.logger.warning = lambda text, *args: warned.append(text % args)  # type: ignore[method-assign]
+    chunks = build(toy, "mhc(streams=2, log_interval=3)")
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    # two optimizers between the same micro-batches are one step
+    optimizers = [torch.optim.SGD(part, lr=1e-3) for part in (parameters[:1], parameters[1:])]
+    living, hooks = [], []
+    for _ in range(6):
+        train_step(chunks, toy)
+        hooks.append(sum(map(hooks_of, chunks)))
+        for optimizer in optimizers if with_optimizer else ():
+            optimizer.step()
+        gc.collect()
+        living.append(sum(isinstance(item, Tensor) for item in gc.get_objects()))
+    assert monitor.log_step(12) is None or not with_optimizer
+    train_step(chunks, toy)
+    monitor.log_step(13)
+    monitor.log_step(14)  # the next one is recorded again
+    return living, [*hooks, sum(map(hooks_of, chunks))], warned
+
+
+# Sixteen tensors more were once alive after every step, hooks on all of them, and not a word said.
+@pytest.mark.parametrize("with_optimizer", [True, False], ids=["optimizer", "no optimizer"])
+def test_recording_that_nobody_ends_is_bounded_and_named_once(with_optimizer: bool) -> None:
+    first, last = run_ranks(2, never_ended, toy_of({"pp": 2, "vpp": 2}), with_optimizer)
+    for living, hooks, _ in (first, last):
+        assert len(set(living[3:])) == 1
+        assert [count > 0 for count in hooks[:2]] == [True, True] and hooks[-1] > 0
+        assert [count > 0 for count in hooks[2:6]] == [not with_optimizer] * 4
+    assert first[2] == [] and len(last[2]) == with_optimizer
+    assert all("call megatron_residuals.mcore.monitor.log_step(" in text for text in last[2])
