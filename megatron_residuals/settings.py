@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from megatron_residuals.config import MECHANISMS, ResidualConfig, options_for
-from megatron_residuals.mechanisms import Setting, mechanism_named
+from megatron_residuals.mechanisms import Setting, mechanism_in_file, mechanism_named
 from megatron_residuals.mechanisms.sources import BLOCK_LENGTH
 
 __all__ = [
@@ -91,7 +91,7 @@ def _weights(record: Mapping[str, Setting]) -> Setting:
     """Whose weights they are: mechanisms may share them, and say by their settings who they are."""
     name = record["mechanism"]
     try:
-        return mechanism_named(str(name)).weights
+        return mechanism_in_file(str(name)).weights
     except ValueError:  # a mechanism that is not installed here
         return name
 

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 from megatron_residuals.commands.arguments import Subparsers
+from megatron_residuals.mechanisms import mechanism_named
 
 EXAMPLES = """\
 examples:
@@ -31,6 +32,11 @@ def register(commands: Subparsers) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN_DIR", help="folder of the run, or its .jsonl file")
     add("--baseline", type=Path, metavar="RUN_DIR", help="a run to compare with")
+    add(
+        "--residual",
+        metavar="module:NAME",
+        help="a mechanism of your own that the run is of: imported, for its own figures",
+    )
     add("--output", type=Path, metavar="DIR", help="where the page goes (default: beside the file)")
     parser.set_defaults(handler=run_report)
 
@@ -39,6 +45,8 @@ def run_report(args: argparse.Namespace) -> int:
     """Write the page, and print where it is and what lies outside its healthy range."""
     from megatron_residuals.diagnostics import journal, page
 
+    if args.residual is not None:
+        mechanism_named(args.residual)
     run = journal.read(args.run)
     baseline = journal.read(args.baseline) if args.baseline is not None else None
     try:

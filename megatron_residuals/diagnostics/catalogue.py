@@ -8,7 +8,7 @@ Standard library only.
 from __future__ import annotations
 
 from megatron_residuals.diagnostics.metric import Metric
-from megatron_residuals.mechanisms import mechanism_named
+from megatron_residuals.mechanisms import mechanism_in_file
 
 COMMON = "residual"
 
@@ -88,7 +88,7 @@ def metrics_of(mechanism: str) -> dict[str, Metric]:
     Of a mechanism that is not installed here, those that all have.
     """
     try:
-        entry = mechanism_named(mechanism)
+        entry = mechanism_in_file(mechanism)
         own = {f"{entry.prefix}/{metric.name}": metric for metric in entry.metrics}
     except ValueError:
         own = {}

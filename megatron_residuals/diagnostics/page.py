@@ -17,7 +17,7 @@ from megatron_residuals.diagnostics.heatmap import Axes
 from megatron_residuals.diagnostics.journal import Journal
 from megatron_residuals.diagnostics.metric import Metric, summarise
 from megatron_residuals.files import naming
-from megatron_residuals.mechanisms import mechanism_named
+from megatron_residuals.mechanisms import mechanism_in_file
 
 COLUMNS = 3
 PANEL_INCHES = (5.6, 3.7)
@@ -117,7 +117,7 @@ def depth_panel(
 def _of_mechanism(run: Journal) -> list[Panel]:
     """What its entry draws, or every metric of its own."""
     try:
-        entry = mechanism_named(run.mechanism)
+        entry = mechanism_in_file(run.mechanism)
     except ValueError:  # not installed here
         return []
     drawn = entry.panels(run)

@@ -15,7 +15,7 @@ from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.files import json_object, read_text, written_beside
 from megatron_residuals.interchange import tensor_file
-from megatron_residuals.mechanisms import TABLE, mechanism_named
+from megatron_residuals.mechanisms import TABLE, mechanism_in_file
 from megatron_residuals.pipeline.layout import gpt_sublayers
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
@@ -55,7 +55,7 @@ def config_of(record: Mapping[str, Setting]) -> ResidualConfig:
     Raises:
         ValueError: the record has settings that are unknown or out of range.
     """
-    entry = mechanism_named(str(record["mechanism"]))
+    entry = mechanism_in_file(str(record["mechanism"]))
     return ResidualConfig.from_mapping({"mechanism": entry.name, **entry.options_in(record)})
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import sys
 
 from megatron_residuals.mechanisms.base import (
     LIBRARIES,
@@ -44,6 +45,7 @@ __all__ = [
     "Reading",
     "Setting",
     "TABLE",
+    "mechanism_in_file",
     "mechanism_named",
     "option",
     "options_of",
@@ -70,6 +72,21 @@ def mechanism_named(name: str) -> Mechanism:
     raise ValueError(
         f"mechanism is {name!r}{hint}; allowed: {', '.join(known)}, or module:NAME of your own"
     )
+
+
+def mechanism_in_file(name: str) -> Mechanism:
+    """The entry of a name that a file says: a file chooses no module that is imported.
+
+    Raises:
+        ValueError: it is neither built in nor of a module that this process has imported.
+    """
+    module, _, attribute = str(name).partition(":")
+    if attribute and module not in sys.modules:
+        raise ValueError(
+            f"mechanism is {name!r}, of a module that is not imported here; name it by "
+            f"--residual {name} where the command takes that flag, or import {module} first"
+        )
+    return mechanism_named(name)
 
 
 def _imported(name: str) -> Mechanism:

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_residuals.config import COMMON, MECHANISMS, ResidualConfig
+from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.interchange.public_file import config_of
 from megatron_residuals.mechanisms import TABLE, Mechanism, mechanism_named, options_of
+from megatron_residuals.settings import compare_settings, settings_of
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_residuals"
 ROOMS = PACKAGE / "mechanisms"
@@ -77,3 +80,17 @@ def test_the_readme_says_of_each_mechanism_what_its_entry_says() -> None:
     text = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", text, re.MULTILINE))
     assert rows == {entry.name: entry.summary for entry in TABLE}
+
+
+def test_a_file_chooses_no_module_that_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record or a journal may name any mechanism; its module is the user's to import."""
+    (tmp_path / "chosen_by_a_file.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "chosen_by_a_file:X"
+    (line,) = compare_settings({"mechanism": name}, settings_of(ResidualConfig("mhc"), 4))
+    assert line.startswith(f"mechanism: saved {name!r}, given 'mhc'")
+    assert list(metrics_of(name)) == list(metrics_of("residual"))
+    with pytest.raises(ValueError, match="is not imported here"):
+        config_of({"mechanism": name})
