@@ -24,7 +24,7 @@ OLDEST = {
     "safetensors": "0.4",
     "wandb": "0.16",
     "tensorboard": "2.14",
-    "jinja2": "3.1.6",
+    "jinja2": "3.1",
     "matplotlib": "3.8",
     "omegaconf": "2.3",
 }
