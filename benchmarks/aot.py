@@ -11,9 +11,7 @@ sm_100. Ends with an error where a kernel keeps registers in memory.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from megatron_residuals.kernels.triton.common import AotCase
+    from benchmarks.aot_cases import AotCase
 
 ARCHITECTURES = (80, 90, 100)
 POINTER_ALIGNMENT = [["tt.divisibility", 16]]
@@ -46,17 +44,6 @@ class Compiled(NamedTuple):
     store_widths: Counter[int]
 
 
-def all_cases() -> Iterator[AotCase]:
-    """Of the modules that export ``AOT_CASES``, and the launches of streams."""
-    from benchmarks import aot_streams
-    from megatron_residuals.kernels import triton as package
-
-    yield from aot_streams.cases()
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda each: each.name):
-        found = importlib.import_module(f"{package.__name__}.{module.name}")
-        yield from getattr(found, "AOT_CASES", ())
-
-
 def compile_case(case: AotCase, architecture: int) -> Compiled:
     """Through Triton's compiler and NVIDIA's assembler."""
     import triton
@@ -70,14 +57,13 @@ def compile_case(case: AotCase, architecture: int) -> Compiled:
     }
     constants = {name: value for name, value in case.constants.items() if name in names}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     target = GPUTarget("cuda", architecture, 32)
-    binary = triton.compile(source, target=target, options=options)
+    binary = triton.compile(source, target=target, options=dict(case.options))
     registers, stack, local = _usage(binary.asm["cubin"])
     return Compiled(
         case.name,
         architecture,
-        case.num_warps,
+        case.options["num_warps"],
         registers,
         stack + local,
         binary.metadata.shared,
@@ -151,8 +137,10 @@ def main() -> int:
     os.environ["TRITON_INTERPRET"] = "0"
     import triton
 
+    from benchmarks import aot_cases
+
     found = []
-    for case in all_cases():
+    for case in aot_cases.cases():
         if args.only in case.name:
             for architecture in args.arch:
                 found.append(compile_case(case, architecture))

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "pp2": dict(pp=2), "pp2-vpp2": 
 
 
 class Run(NamedTuple):
-    """A step, and how many readers shared each first phase of its first forward."""
+    """A step, and how many readers shared each phase 1 of its first forward."""
 
     result: ToyResult
     passes: list[int]
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Numbers of readers of every first phase."""
+    """Numbers of readers of every phase 1."""
     passes: list[int] = []
     stock = depth_attention.read_closed
 
