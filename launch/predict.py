@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_residuals.commands import memory  # noqa: E402
 from megatron_residuals.commands.launch import read_launch, with_remarks  # noqa: E402
-from megatron_residuals.flags import one_line  # noqa: E402
+from megatron_residuals.text import one_line  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,8 +11,8 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from importlib.metadata import version
-from multiprocessing.pool import Pool
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,11 +102,12 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def launch_reader() -> Iterator[Pool]:
+def launch_reader() -> Iterator[Executor]:
     """A forked process in which Megatron reads launches; what that changes stays there."""
     pytest.importorskip("megatron.training", reason="not in the 0.16 wheel")
-    with multiprocessing.get_context("fork").Pool(1, _prepare_for_launches) as pool:
-        yield pool
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, initializer=_prepare_for_launches) as process:
+        yield process
 
 
 def _prepare_for_launches() -> None:

@@ -195,14 +195,12 @@ def _schemes(args: argparse.Namespace, forecast: Forecast | None) -> list[Scheme
         )
     else:
         plan = forecast.plan
+        depth = plan.residual.depth_map(plan.layout.num_layers)
         found = schemes(
             plan.layout,
             plan.sizes,
-            streams=plan.residual.streams,
-            block_layers=plan.residual.block_layers,
-            block_sublayers=1
-            if plan.residual.mechanism == "attnres"
-            else plan.residual.block_sublayers,
+            streams=getattr(plan.residual.options, "streams", args.streams),
+            block_sublayers=None if depth is None else depth.block_sublayers,
             num_microbatches=plan.num_microbatches,
             group_size=plan.group_size,
         )
@@ -260,7 +258,7 @@ def describe(
         *table([_record(result, first, budget) for result in results]),
         "",
         ASSUMPTIONS,
-        *whole_rows_note(args.tp, args.sequence_parallel),
+        *whole_rows_note(memory.sizes.tp, memory.sizes.sequence_parallel),
         "",
         "compute by rank, ms:",
         *table([_ranks(each, [f"{s * MS:.1f}" for s in each.busy_s]) for each in results]),

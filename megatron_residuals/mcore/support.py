@@ -95,7 +95,8 @@ def check_options(config: Any, args: argparse.Namespace, residual: ResidualConfi
     Raises:
         ValueError: listing every refused option with its value and what to do.
     """
-    _refuse([*_option_faults(config, args), *_recompute_faults(config, residual)])
+    faults = [*_option_faults(config, args), *_recompute_faults(config, residual)]
+    _refuse([*faults, *host_faults(config)])
 
 
 def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfig) -> None:
@@ -113,7 +114,7 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
     faults.extend(_kernel_faults(config, residual))
     faults.extend(_recompute_faults(config, residual))
     faults.extend(_quantized_norm_faults(config, layer_specs, residual))
-    faults.extend(_host_faults(config))
+    faults.extend(host_faults(config))
     faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
     _refuse(faults)
 
@@ -154,7 +155,7 @@ def host_warnings(config: Any) -> list[str]:
     ]
 
 
-def _host_faults(config: Any) -> list[str]:
+def host_faults(config: Any) -> list[str]:
     """What ends in the host without a word of the reason, with the stock residual too."""
     faults = []
     recomputes_mlp = config.recompute_granularity == "selective" and "mlp" in (

@@ -8,13 +8,12 @@ All are read in one forked process, which is prepared for Megatron's training as
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
 import shlex
 import sys
-from multiprocessing.pool import Pool
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,12 @@ BATCH = "--global-batch-size 8"
 
 
 @pytest.fixture
-def read(launch_reader: Pool) -> Any:
+def read(launch_reader: Executor) -> Any:
     """Reads a launch of a script with these arguments."""
 
     def read_words(arguments: str, gpus: int = 8, script: str = SCRIPT) -> Forecast:
-        return launch_reader.apply(read_launch, ([script, *shlex.split(arguments)], gpus))
+        words = [script, *shlex.split(arguments)]
+        return launch_reader.submit(read_launch, words, gpus).result()
 
     return read_words
 
@@ -232,42 +232,6 @@ def test_what_is_left_out_is_named(read: Any) -> None:
     assert "not taken into account" not in notes(read(SMALL))
 
 
-def unknown_fields() -> list[str]:
-    """Fields of this host's configurations that no list of ours has."""
-    from megatron.core.transformer import transformer_config as host
-    from megatron.core.transformer.heterogeneous import heterogeneous_config
-
-    from megatron_residuals.mcore.training.passed_over import is_known
-
-    kinds = (host.MLATransformerConfig, heterogeneous_config.HeterogeneousTransformerConfig)
-    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    return sorted(name for name in names if not is_known(name))
-
-
-def test_every_field_of_the_hosts_configuration_has_been_looked_at() -> None:
-    # mlp_chunks_for_training is 1 where there are none: it is named when it differs from that.
-    assert set(unknown_fields()) <= {"mlp_chunks_for_training"}
-
-
-def test_a_field_of_a_newer_host_is_named(launch_reader: Pool) -> None:
-    assert launch_reader.apply(left_out_of_a_newer_host) == ["wide_residual = True"]
-
-
-def left_out_of_a_newer_host() -> list[str]:
-    import argparse
-
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_residuals.mcore.training.passed_over import passed_over
-
-    fields = [("wide_residual", bool, False), ("narrow_residual", bool, False)]
-    kind = dataclasses.make_dataclass("Newer", fields, bases=(TransformerConfig,))
-    config = kind(
-        num_layers=2, hidden_size=8, num_attention_heads=2, hidden_dropout=0, wide_residual=True
-    )
-    return passed_over(argparse.Namespace(), config)
-
-
 def write(folder: Path, text: str) -> str:
     path = folder / "train.py"
     path.write_text(text)
@@ -340,8 +304,9 @@ def surroundings_of(words: list[str]) -> bool:
     return before == seen()
 
 
-def test_a_reading_leaves_no_trace(launch_reader: Pool) -> None:
-    assert launch_reader.apply(surroundings_of, ([SCRIPT, *shlex.split(SMALL)],))
+def test_a_reading_leaves_no_trace(launch_reader: Executor) -> None:
+    words = [SCRIPT, *shlex.split(SMALL)]
+    assert launch_reader.submit(surroundings_of, words).result()
 
 
 def run_cli(command: str) -> tuple[int, str, str]:
@@ -354,20 +319,26 @@ def run_cli(command: str) -> tuple[int, str, str]:
 PIPELINE = f"{SMALL} {BATCH} --pipeline-model-parallel-size 2 --residual block_attnres"
 
 
-def test_every_command_takes_a_launch(launch_reader: Pool) -> None:
+def test_every_command_takes_a_launch(launch_reader: Executor) -> None:
     launch = f"-- torchrun --nproc_per_node 4 --nnodes 2 {SCRIPT} {PIPELINE}"
+
+    def run(command: str) -> tuple[int, str, str]:
+        return launch_reader.submit(run_cli, f"{command} {launch}").result()
+
     for command, words in {
         "plan": "8 layers, blocks of 2 sublayers",
         "memory": "8 layers, block_attnres(), P=2, V=1, 2 micro-batch(es)",
         "simulate --gpu b200": "8 layers, P=2, V=1 (1F1B), 2 micro-batches",
     }.items():
-        status, out, err = launch_reader.apply(run_cli, (f"{command} {launch}",))
+        status, out, err = run(command)
         assert (status, err) == (0, "")
         assert out.startswith("8 GPU(s), 4 replica(s) of TP 1 x PP 2, as Megatron-Core")
         assert words in out and "note: attention and MLP are estimated" in out
-        fields = json.loads(launch_reader.apply(run_cli, (f"{command} --json {launch}",))[1])
+        fields = json.loads(run(f"{command} --json")[1])
         assert fields["launch"].startswith("8 GPU(s)") and fields["notes"]
-    status, out, _ = launch_reader.apply(run_cli, (f"memory --host-layer-bytes 1000 {launch}",))
+    status, out, _ = launch_reader.submit(
+        run_cli, f"memory --host-layer-bytes 1000 {launch}"
+    ).result()
     assert "note: attention" not in out and "this launch: none, " in out
 
 

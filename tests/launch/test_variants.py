@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The launch variants: what each starts, presets, restarts in one wandb run, predictions."""
+"""The launch variants: what each starts, presets, restarts in one wandb run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from megatron_residuals.pipeline.layout import StageLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -166,23 +164,6 @@ def test_a_small_model_on_the_cpu_needs_no_variable() -> None:
     assert option(words, "--num-layers") == "8"
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_can_be_predicted_and_its_layout_holds_its_layers(preset: str) -> None:
-    result = launch("pretrain.sh", DRY_RUN="1", PRESET=preset)
-    assert result.returncode == 0, result.stderr
-    words = shlex.split(result.stdout)
-    layers, ranks = (
-        int(option(words, name)) for name in ("--num-layers", "--pipeline-model-parallel-size")
-    )
-    if "--pipeline-model-parallel-layout" in words:
-        text = option(words, "--pipeline-model-parallel-layout")
-        assert StageLayout.parse(text, ranks, layers).num_layers == layers
-        assert "--num-virtual-stages-per-pipeline-rank" not in words
-    assert f"{layers} layers" in result.stderr
-    assert "rows of [s, b, h] per micro-batch" in result.stderr
-    assert "peak by rank:" in result.stderr
-
-
 def test_presets_give_way_to_the_environment_and_are_listed_where_one_is_unknown() -> None:
     (words,) = dry_run("pretrain.sh", PRESET="moe", NUM_EXPERTS="16", NUM_LAYERS="12")
     assert [option(words, f"--{name}") for name in ("num-experts", "num-layers")] == ["16", "12"]
@@ -193,36 +174,6 @@ def test_presets_give_way_to_the_environment_and_are_listed_where_one_is_unknown
     assert result.returncode == 2
     assert f"there is no preset 'k9' ({LAUNCH}/presets/k9.env)" in result.stderr
     assert all(name in result.stderr for name in PRESETS)
-
-
-def test_a_prediction_is_of_the_command_that_would_be_run() -> None:
-    result = launch("pretrain.sh", "--", "--num-layers", "16", DRY_RUN="1", RESIDUAL="mhc")
-    assert result.returncode == 0
-    assert "16 layers, 4 stream(s), P=2, V=2" in result.stderr
-    assert "16 layers, mhc(), P=2, V=2, 32 micro-batch(es)" in result.stderr
-    quiet = launch("pretrain.sh", DRY_RUN="1", RESIDUAL="mhc", PREDICT="0")
-    assert quiet.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"PP": "3"}, "8 GPUs are no multiple of the 3 of one replica"),
-        ({"GLOBAL_BATCH_SIZE": "6"}, "GLOBAL_BATCH_SIZE 6 is no multiple of 4"),
-        ({"NUM_LAYERS": "23"}, "do not divide into 2 ranks x 2 chunks"),
-        ({"RESIDUAL": "mch"}, "invalid choice: 'mch' (choose from "),
-        (
-            {"RESIDUAL": "mhc", "RESIDUAL_OPTIONS": "--residual-stream 2"},
-            "flags: --residual-stream",
-        ),
-        ({"RESIDUAL": "hc", "RESIDUAL_OPTIONS": "--no-residual-hc"}, "flags: --no-residual-hc"),
-        ({"RESIDUAL": "mhc", "RESIDUAL_OPTIONS": "--residual-streams 0"}, "streams is 0"),
-    ],
-)
-def test_a_dry_run_finds_what_cannot_work(variables: dict[str, str], message: str) -> None:
-    result = launch("pretrain.sh", DRY_RUN="1", **variables)
-    assert result.returncode == 2
-    assert message in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from packaging.version import Version
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import host_version, stage_layout
 from megatron_residuals.mcore.spec import check_layers
-from megatron_residuals.mcore.support import check_options
+from megatron_residuals.mcore.support import check_options, host_faults
 from megatron_residuals.mcore.training.passed_over import passed_over
 from megatron_residuals.mcore.training.reading import Printed, Reading, in_the_hosts_words, quiet
 from megatron_residuals.pipeline.plan import TransferPlan
@@ -105,7 +105,7 @@ def forecast(
         config.microbatch_group_size_per_vp_stage if interleaved else None,
     )
     plan.predict()  # finds what is wrong with the schedule
-    remarks = (*reading.notes, *_batches(reading), *size_remarks, *_recompute(config))
+    remarks = (*reading.notes, *host_faults(config), *_batches(reading), *size_remarks)
     return Forecast(
         plan,
         stock=residual is None,
@@ -113,7 +113,7 @@ def forecast(
         overlap=_overlap(config),
         waits_for_sends=host_version() >= WAITS_FOR_SENDS_FROM,
         heading=_heading(args),
-        remarks=(*remarks, *_left_out(reading)),
+        remarks=(*remarks, *_recompute(config), *_left_out(reading)),
     )
 
 
