@@ -190,13 +190,13 @@ def _logarithmic(axes: Axes) -> None:
     """Powers of ten are written out: nothing on the page is parsed as a formula."""
     from matplotlib.ticker import LogFormatter
 
-    class Plain(LogFormatter):
+    class PlainLabels(LogFormatter):
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""  # which it leaves without a label
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(Plain())
-    axes.yaxis.set_minor_formatter(Plain())
+    axes.yaxis.set_major_formatter(PlainLabels())
+    axes.yaxis.set_minor_formatter(PlainLabels())
 
 
 def _show(axes: Axes, at_least: tuple[float, float] | None) -> None:

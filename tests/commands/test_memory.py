@@ -108,7 +108,7 @@ def test_sequence_parallelism_divides_the_residual_path(capsys: pytest.CaptureFi
         parts = [fields["policies"][name]["kept_parts"]["residual"] for fields in (whole, split)]
         # but for the queries of the reads in two phases, which every rank has whole
         queries = 4 * parts[1] - parts[0]
-        assert parts[0] > 0 and queries in (0, 3 * 7 * 8 * 1024 * 4)
+        assert parts[0] > 0 and queries in (0, 3 * 8 * 8 * 1024 * 4)
 
 
 def test_every_rank_is_listed_with_what_it_has_in_flight(
