@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.diagnostics.metric import Metric
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.traffic import Planes, plain
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -169,6 +171,14 @@ class Mechanism:
     def head_numbers(self, config: ResidualConfig, reading: Reading) -> int | None:
         """Numbers per token that closing keeps beside the state; None if it keeps neither."""
         return None
+
+    # what it moves through memory
+
+    def planes(
+        self, config: ResidualConfig, layout: StageLayout, depth: DepthMap | None, stage: int
+    ) -> Planes:
+        """Planes that the sublayers of a stage move; by default those of the plain residual."""
+        return plain(len(layout.sublayers(stage)))
 
     # what is recorded while it trains
 

@@ -154,6 +154,11 @@ class StageLayout:
         first = self.first_layer(g)
         return range(self._starts[first], self._starts[first + self.layers[g]])
 
+    def is_last_with_layers(self, g: int) -> bool:
+        """Whether stage g has the model's last layer."""
+        sublayers = self.sublayers(g)
+        return len(sublayers) > 0 and sublayers.stop == self.num_sublayers
+
     def kind(self, i: int) -> str:
         """What sublayer i is: `ATTENTION`, `MLP`, or another name that the layout was given."""
         layer = self.layer_of(i)

@@ -122,8 +122,7 @@ class TransferPlan:
 
     def closes(self, g: int) -> bool:
         """Whether the last layer is in stage g, behind which the state becomes a hidden state."""
-        sublayers = self.layout.sublayers(g)
-        return len(sublayers) > 0 and sublayers.stop == self.layout.num_sublayers
+        return self.layout.is_last_with_layers(g)
 
     def opens(self, g: int) -> bool:
         """Whether the embedding becomes the state in stage g."""

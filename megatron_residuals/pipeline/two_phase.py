@@ -2,21 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sublayers read the finished sources together, before each merges with the running sum.
 
-All sublayers of a block read the same finished sources, so one pass over them serves all. Planes
-(one [s, b, h] tensor read or written) of S reads of m finished sources in forward and backward,
-each gradient of a source read and written once:
-
-    each by itself      4 m S + 6 S - 4
-    in two phases       5 m + 10 S - 8
-
-Two phases pay from two reads and two sources on. The answer is a matter of depth alone, so that it
-is the same wherever a pipeline stage or a checkpoint cuts a block, and with it every rounding.
+All sublayers of a block read the same finished sources, so one pass over them serves all. It pays
+where it moves fewer planes (`pipeline.traffic`): from two sublayers and two finished sources on,
+and from four sublayers on in the first block, whose only finished source is the embedding. The
+answer is a matter of depth alone, counted for whole blocks and Triton's kernels in 16 bit, so that
+it is the same wherever a pipeline stage or a checkpoint cuts a block, and on every device, and with
+it every rounding.
 Depends on the standard library only.
 """
 
 from __future__ import annotations
 
 from megatron_residuals.depth import DepthMap
+from megatron_residuals.pipeline.traffic import fewer_in_two_phases
 
 
 def reads_in_two_phases(choice: str, depth: DepthMap, sublayer: int) -> bool:
@@ -31,8 +29,10 @@ def reads_in_two_phases(choice: str, depth: DepthMap, sublayer: int) -> bool:
             "share their sources; leave two_phase out, or use blocks of at least two sublayers"
         )
     source = depth.source_of(sublayer)
-    num_reads = len(depth.block_range(source))
-    return choice != "off" and num_reads > 1 and (source > 1 or choice == "on")
+    num_readers = len(depth.block_range(source))
+    if choice == "auto":
+        return num_readers > 1 and fewer_in_two_phases(source, num_readers)
+    return choice == "on" and num_readers > 1
 
 
 def cut_at_blocks(depth: DepthMap, sublayers: range) -> tuple[range, ...]:

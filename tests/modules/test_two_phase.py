@@ -119,8 +119,9 @@ def test_two_phases_are_chosen_by_depth_alone() -> None:
     chosen = {
         c: [reads_in_two_phases(c, depth, i) for i in range(10)] for c in ("auto", "on", "off")
     }
-    # the first block has one finished source, the last one sublayer
+    # the first block has one finished source and too few sublayers, the last one sublayer
     assert chosen["auto"] == [False] * 3 + [True] * 6 + [False]
+    assert all(reads_in_two_phases("auto", DepthMap(6, 4), i) for i in range(12))
     assert chosen["on"] == [True] * 9 + [False]
     assert not any(chosen["off"])
     assert not reads_in_two_phases("auto", DepthMap(3, 1), 4)

@@ -11,6 +11,13 @@ import pytest
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.layout import GPT_LAYER, StageLayout
+from megatron_residuals.pipeline.traffic import (
+    SUM_OF_SOURCE,
+    Planes,
+    one_pass,
+    plain,
+    two_phases,
+)
 from megatron_residuals.planner.simulate.costs import (
     PassCosts,
     Rates,
@@ -22,7 +29,6 @@ from megatron_residuals.planner.simulate.links import FREE, Link, Network
 from megatron_residuals.planner.simulate.schemes import SCHEMES, schemes
 from megatron_residuals.planner.simulate.simulator import Cluster, Result, simulate
 from megatron_residuals.planner.simulate.trace import chrome_trace
-from megatron_residuals.planner.simulate.traffic import Planes, stage_planes
 from megatron_residuals.planner.sizes import ModelSizes, flash_layer_bytes
 
 SIZES = ModelSizes(
@@ -58,21 +64,25 @@ def test_a_layers_products_are_24_h_squared_per_token_and_half_the_scores() -> N
     assert logit_flops(SIZES) == 0
 
 
-def test_streams_move_the_same_in_every_sublayer_and_the_head_reads_them_once() -> None:
-    mhc = ResidualConfig("mhc", streams=4)
-    assert stage_planes(LAYOUT, mhc, 0) == Planes(4 * (14 - 4), 4 * (24 - 4))
-    assert stage_planes(LAYOUT, mhc, 7) == Planes(4 * 10 + 5, 4 * 20 + 9)
+def test_only_what_a_mechanism_moves_beyond_the_plain_residual_takes_time() -> None:
+    assert set(costs("residual()").planes) == {Planes(0, 0)}
+    # four sublayers, of which the first reads and the last writes by itself
+    moved = Planes(9 + 3 * 14 + 9, 18 + 3 * 24 + 14)
+    mhc = costs("mhc(streams=4)").planes
+    assert mhc[0] == moved.plus(Planes(3, 3), times=-4)
+    assert mhc[7] == mhc[0].plus(Planes(5, 9))
 
 
-def test_a_block_is_read_in_the_way_that_moves_less() -> None:
-    # two layers per stage, blocks of four sublayers: stage 0 reads 1, 2, 2, 2 sources, the last
-    # 4, 5, 5, 5; the plain residual moves 4 planes each
-    depth = ResidualConfig("block_attnres", block_sublayers=4)
-    layout = StageLayout.even(8, 4)
-    in_one_pass = Planes(4 + 3 * 5 - 16, 4 + 3 * 7 - 16)
-    assert stage_planes(layout, depth, 0) == in_one_pass
-    in_two = Planes(4 * 6 + 4 - 16, 4 * 6 + 4 * 4 - 16)
-    assert stage_planes(layout, depth, 3) == in_two + Planes(5 + 1, 3 * 5 + 1)
+def test_the_way_to_read_is_that_of_the_whole_block_on_every_stage_that_has_a_part_of_it() -> None:
+    # The simulator took the cheaper way for each part of a block, and not the one that was chosen.
+    layout = StageLayout.even(8, 8)  # two sublayers per stage, half a block of four
+    for choice, way in (("off", one_pass), ("auto", two_phases), ("on", two_phases)):
+        residual = f"block_attnres(block_sublayers=4, two_phase={choice!r})"
+        planes = costs(residual, layout=layout).planes
+        for g in range(7):
+            opens = g % 2 == 0
+            expected = way(g // 2 + 1, 2, opens=opens).plus(SUM_OF_SOURCE, g // 2 + 1)
+            assert planes[g] == expected.plus(plain(2), times=-1)
 
 
 def test_later_stages_read_more_sources_and_take_longer() -> None:
@@ -87,7 +97,7 @@ def test_later_stages_read_more_sources_and_take_longer() -> None:
         assert list(by_stage) == sorted(set(by_stage))
         assert by_stage[0] > of_plain[0]
     one_more_plane = SIZES.row_bytes / (0.5 * 1e11)
-    first, second = (stage_planes(LAYOUT, deep.residual, g).forward for g in (0, 1))
+    first, second = (deep.planes[g].forward for g in (0, 1))
     difference = deep.forward_s[1] - deep.forward_s[0]
     assert difference == pytest.approx((second - first) * one_more_plane, rel=1e-9)
 

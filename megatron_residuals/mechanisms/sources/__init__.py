@@ -12,6 +12,15 @@ from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import LIBRARIES, Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option, options_of
 from megatron_residuals.mechanisms.sources.metrics import SOURCES
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.traffic import (
+    NOTHING,
+    SUM_OF_SOURCE,
+    Planes,
+    final_read,
+    one_pass,
+    two_phases,
+)
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
 if TYPE_CHECKING:
@@ -186,6 +195,23 @@ class AttnRes(Sources):
             kernels=config.kernels,
             device=place.device,
         )
+
+    def planes(
+        self, config: ResidualConfig, layout: StageLayout, depth: DepthMap | None, stage: int
+    ) -> Planes:
+        """The parts of blocks, each as it is read; sums of the sources; the final read."""
+        assert depth is not None, "the state has depth sources"
+        sublayers, moved = layout.sublayers(stage), NOTHING
+        if not sublayers:
+            return moved
+        for part in cut_at_blocks(depth, sublayers):
+            i, opens = part.start, depth.opens_block(part.start)
+            together = reads_in_two_phases(self.two_phase(config), depth, i)
+            way = two_phases if together else one_pass
+            moved = moved.plus(way(depth.num_sources(i) + opens, len(part), opens=opens))
+        sources = depth.num_sources(sublayers.stop)
+        moved = moved.plus(SUM_OF_SOURCE, sources)
+        return moved.plus(final_read(sources), layout.is_last_with_layers(stage))
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> SourceProbe:
         """The weights over sources."""

@@ -12,6 +12,8 @@ from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option
 from megatron_residuals.mechanisms.streams.metrics import OF_HC, OF_MHC, STREAMS
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.traffic import Planes, contraction, streams
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -161,6 +163,13 @@ class Streams(Mechanism):
 
     copies_embedding = True
     keeps_output = True
+
+    def planes(
+        self, config: ResidualConfig, layout: StageLayout, depth: DepthMap | None, stage: int
+    ) -> Planes:
+        """Reads and writes of n streams, and the contraction behind the last layer."""
+        moved = streams(config.streams, len(layout.sublayers(stage)))
+        return moved.plus(contraction(config.streams), layout.is_last_with_layers(stage))
 
     def panels(self, run: Journal) -> list[Panel]:
         """Gains over depth, distance of the streams, matrices."""

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.layout import ATTENTION, MLP, StageLayout
+from megatron_residuals.pipeline.traffic import Planes, plain
 from megatron_residuals.planner.simulate.hardware import Gpu
-from megatron_residuals.planner.simulate.traffic import stage_planes
 from megatron_residuals.planner.sizes import ModelSizes
 from megatron_residuals.text import raise_faults
 
@@ -110,22 +110,32 @@ class PassCosts:
     @cached_property
     def _layer_flops(self) -> tuple[int, ...]:
         """Forward of the sublayers of each stage."""
-        layout, of_kind = (
-            self.layout,
-            functools.cache(functools.partial(sublayer_flops, self.sizes)),
-        )
+        of_kind = functools.cache(functools.partial(sublayer_flops, self.sizes))
+        layout = self.layout
         return tuple(
             sum(of_kind(layout.kind(i)) for i in layout.sublayers(g))
             for g in range(layout.num_stages)
         )
 
+    @cached_property
+    def planes(self) -> tuple[Planes, ...]:
+        """Of each stage, beyond the plain residual's, which are in the stock model's efficiency."""
+        residual, layout = self.residual, self.layout
+        depth = residual.depth_map(layout.num_layers, layout.sublayers_per_layer)
+        return tuple(
+            residual.entry.planes(residual, layout, depth, g).plus(
+                plain(len(layout.sublayers(g))), times=-1
+            )
+            for g in range(layout.num_stages)
+        )
+
     def _forward(self, stage: int) -> tuple[float, float]:
-        planes = stage_planes(self.layout, self.residual, stage).forward
+        planes = self.planes[stage].forward
         return self._products(self.forward_flops(stage)), self._traffic(planes)
 
     def _backward(self, stage: int) -> float:
         products, traffic = REPLAYS[_kind(self.policy)]
-        planes = stage_planes(self.layout, self.residual, stage)
+        planes = self.planes[stage]
         flops = 2 * self.forward_flops(stage) + products * self._layer_flops[stage]
         return self._products(flops) + self._traffic(planes.backward + traffic * planes.forward)
 
