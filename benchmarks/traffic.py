@@ -5,7 +5,8 @@
 PyTorch operations are seen by a dispatch mode and counted by their tensors: arguments read once,
 results written once, views cost nothing. Triton kernels are counted where they are launched, by the
 tensors behind their pointers, each once: the traffic of a kernel that goes over its data once. Of a
-table of addresses the tensors in it count.
+table of addresses the tensors in it count, twice where the kernel adds to them. What these figures
+are for the kernels of this package, `megatron_residuals.pipeline.traffic` says in advance.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 OURS = "megatron_residuals"
 ADDRESSES = "address_kernel"  # writes a table: its arguments are read by the kernels that get it
+ADDS_TO = {"read_sources_backward_kernel": 1, "accumulate_kernel": 1}  # which argument of a kernel
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach"}
 
 
@@ -51,6 +53,8 @@ class TrafficMeter(TorchDispatchMode):
             inputs, outputs = _tensors((args, kwargs)), _tensors(result)
             if name == "copy_" or name.startswith("fill"):
                 inputs = inputs[1:]
+            elif name.endswith("_like") or name.startswith("new_"):
+                inputs = []  # an example of the shape
             memory = {_memory(tensor) for tensor in _tensors((args, kwargs))}
             changed = func._schema.is_mutable
             aliases = all(_memory(tensor) in memory for tensor in outputs) and not changed
@@ -77,6 +81,9 @@ class TrafficMeter(TorchDispatchMode):
         for table in list(tensors):
             tensors += self._tables.get(table.data_ptr(), []) if table.dtype == torch.int64 else []
         distinct = {(_memory(t), t.data_ptr(), t.numel()): t for t in tensors}
+        if name in ADDS_TO:
+            added = self._tables[args[ADDS_TO[name]].data_ptr()]
+            self.launched[name] += sum(map(touched, added))
         self.launched[name] += sum(touched(tensor) for tensor in distinct.values())
 
 

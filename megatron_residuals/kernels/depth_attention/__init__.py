@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_residuals.functional import depth_attention as reference
 from megatron_residuals.functional.depth_attention import ClosedRead
-from megatron_residuals.functional.precision import wide
+from megatron_residuals.functional.precision import wide_dtype
 from megatron_residuals.kernels.common.dispatch import Backend, resolve
 from megatron_residuals.kernels.common.gradient_buffer import GradientBuffer
 from megatron_residuals.kernels.common.libraries import LIBRARIES, outside_graphs
@@ -68,7 +68,7 @@ def read_closed(
     gradient to its buffer. Raises as ``read_sources``; the libraries do not have it.
     """
     chosen = resolve(backend, sources[0], what="phase 1 of a read")
-    directions = directions.to(wide(sources[0]).dtype).contiguous()
+    directions = directions.to(wide_dtype(sources[0])).contiguous()
     if _is_left_to_a_compiler(chosen):
         return reference.read_closed(sources, directions, eps=eps)
     found = ReadClosed.apply(chosen, eps, _by_source(buffers, sources), directions, *sources)
@@ -90,7 +90,7 @@ def merge_running(
     The sublayer's norm keeps x anyway. Raises as ``read_closed``.
     """
     chosen = resolve(backend, partial, what="phase 2 of a read")
-    direction = read.direction.to(wide(partial).dtype).contiguous()
+    direction = read.direction.to(wide_dtype(partial)).contiguous()
     read = read._replace(direction=direction)
     if _is_left_to_a_compiler(chosen):
         return reference.merge_running(read, partial, output, eps=eps)
