@@ -51,6 +51,7 @@ def _symbol(path: str, parameters: str, use: str, *, optional: bool = False) -> 
 
 _LAYER = "transformer.transformer_layer.TransformerLayer"
 _BLOCK = "transformer.transformer_block.TransformerBlock"
+LAUNCHES = "reads a launch ahead of the run, which needs megatron.training"
 _SCHEDULES = "pipeline_parallel.schedules"
 _STEP = "model num_microbatches forward_only"
 _P2P = "pipeline_parallel.p2p_communication.P2PCommunicator"
@@ -156,6 +157,18 @@ SYMBOLS = (
         optional=True,
     ),
     HostSymbol(f"{_TE}.set_save_original_input", ("module",), "fp8 with mix, group", optional=True),
+    *(
+        HostSymbol(path, tuple(parameters.split()), LAUNCHES, optional=True)
+        for path, parameters in (
+            (f"{_CORE}.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", ""),
+            (f"{_CORE}.num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR", ""),
+            (f"{_CORE}.tokenizers.utils.build_tokenizer.build_tokenizer", "args"),
+            (f"{_CORE}.tokenizers.utils.build_tokenizer.vocab_size_with_padding", "args"),
+            (f"{_TRAINING}.arguments.core_transformer_config_from_args", "args"),
+            (f"{_TRAINING}.checkpointing.load_args_from_checkpoint", "args"),
+            (f"{_TRAINING}.global_vars._GLOBAL_ARGS", ""),
+        )
+    ),
     HostSymbol(
         f"{_TRAINING}.arguments.add_megatron_arguments",
         ("parser",),
