@@ -34,6 +34,23 @@ OLDEST_TESTS = [
     "tests/diagnostics",
     "tests/kernels/test_agreement.py",
 ]
+# What one runs while working: arithmetic, mathematics, states, and each mechanism once through the
+# host's interleaved schedule.
+FAST_TESTS = [
+    "tests/test_architecture.py",
+    "tests/test_config.py",
+    "tests/test_settings.py",
+    "tests/test_depth.py",
+    "tests/mechanisms",
+    "tests/functional",
+    "tests/pipeline",
+    "tests/transport",
+    "tests/modules/test_initial_equality.py",
+    "tests/modules/test_states_are_values.py",
+    "tests/mcore/test_equality.py",
+    "--deselect=tests/mcore/test_equality.py::test_tensor_parallelism_equals_one_process",
+    "--deselect=tests/mcore/test_equality.py::test_at_initialisation_a_mechanism_is_the_stock_model",
+]
 PYTEST_EXIT_CODES = {
     2: "interrupted",
     3: "internal error",
@@ -173,6 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", nargs="*", default=[], help="releases beside the one in .venv")
     parser.add_argument("--workers", default="2", help="processes of pytest-xdist, 0 for none")
+    parser.add_argument("--fast", action="store_true", help="a selection, on the host in .venv")
     parser.add_argument("pytest_args", nargs="*", help="handed to every pytest run, after --")
     options = parser.parse_args()
     args = ["-n", options.workers, "--dist", "loadfile", *options.pytest_args]
@@ -180,7 +198,8 @@ def main() -> int:
     newest = version("megatron-core")
     outcomes = [lint()]
     env = environment(MEGATRON_RESIDUALS_EXPECTED_HOST=newest)
-    outcomes.append(run_pytest(f"megatron-core {newest}", Path(sys.executable), args, env))
+    chosen = FAST_TESTS if options.fast else []
+    outcomes.append(run_pytest(f"megatron-core {newest}", Path(sys.executable), chosen + args, env))
     outcomes += [run_host(release, args) for release in options.hosts]
     if any(release.startswith(OLDEST_HOST) for release in options.hosts):
         outcomes.append(run_oldest(args))
