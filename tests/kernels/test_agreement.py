@@ -27,7 +27,10 @@ ordinary_cases = pytest.mark.parametrize("case", ORDINARY.values(), ids=ORDINARY
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_forward_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> None:
-    """Bit for bit, but for the order in which a read or a write adds up the streams."""
+    """Bit for bit, but for the order in which a read or a write adds up the streams.
+
+    And but for the dot products of a single token, for which processors take different routines.
+    """
     tensors = case.tensors(dtype)
     actual, expected = case.kernel(*tensors), case.reference(*tensors)
     for mine, theirs in zip(actual, expected, strict=True):
