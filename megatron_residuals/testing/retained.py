@@ -74,6 +74,8 @@ def _toy(plan: MemoryPlan, dtype: str) -> ToyGPT:
     overrides: dict[str, Any] = {"ffn_hidden_size": sizes.ffn_hidden_size}
     if sizes.query_groups is not None:
         overrides["num_query_groups"] = sizes.query_groups
+    if sizes.kv_channels is not None:
+        overrides["kv_channels"] = sizes.kv_channels
     if sizes.gated:
         overrides |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     if plan.group_size is not None:
@@ -110,6 +112,7 @@ def model_sizes(toy: ToyGPT) -> ModelSizes:
         ffn_hidden_size=overrides.get("ffn_hidden_size", 4 * toy.hidden_size),
         num_heads=toy.num_heads,
         query_groups=overrides.get("num_query_groups"),
+        kv_channels=overrides.get("kv_channels"),
         gated=overrides.get("gated_linear_unit", False),
         rope=toy.positions == "rope",
         unfused_rms_norm=toy.normalization == "RMSNorm",

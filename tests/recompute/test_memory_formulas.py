@@ -143,6 +143,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         positions="learned_absolute", config_overrides=dict(num_query_groups=2)
     ),
     "learned positions": dict(positions="learned_absolute"),
+    "heads of a size of their own": dict(config_overrides=dict(kv_channels=32)),
     "wide ffn, long sequence": dict(seq_length=96, config_overrides=dict(ffn_hidden_size=352)),
     "bf16": dict(dtype=torch.bfloat16, config_overrides=dict(bf16=True)),
     "float64": dict(dtype=torch.float64),
