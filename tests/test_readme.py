@@ -358,7 +358,7 @@ def document(folder: Path, text: str) -> Path:
         ("```bash\n# twice\nmake help && make no-such-target\n```", "no-such-target"),
         ("```bash\nmegatron-residuals plan --layers 4 --block-layers 1 --ranks 2\n```", "--ranks"),
         ("```bash\npip install '.[dve]'\n```", "unknown extra"),
-        ("```bash\ntorchrun -m megatron_residuals.run a.py --residual mch\n```", "invalid choice"),
+        ("```bash\ntorchrun -m megatron_residuals.run a.py --residual mch\n```", "mechanism is"),
         ("```bash\ntorchrun a.py --residual mhc --residual-stream 2\n```", "no such flags"),
         ("```bash\nRESIDUAL=hc launch/pretrain.sh -- --residual-hc-dinamic\n```", "no such flags"),
         ("```bash\npatch -p1 < patches/megatron-core-0.1.patch\n```", "does not exist"),
