@@ -87,7 +87,11 @@ def register(commands: Subparsers) -> None:
 
 def _add_residual_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--residual", choices=MECHANISMS, help="the mechanism")
+    add(
+        "--residual",
+        metavar="MECHANISM",
+        help=f"{', '.join(MECHANISMS)}, or module:NAME, with options in brackets if any",
+    )
     for name, metavar, text in (
         ("block-layers", "K", "AttnRes block, in layers"),
         ("block-sublayers", "S", "AttnRes block, in sublayers"),
@@ -136,8 +140,9 @@ def memory_plan(args: argparse.Namespace) -> MemoryPlan:
         "transport": args.transport if args.transport != "delta" else None,
     }
     options = {name: value for name, value in given.items() if value is not None}
+    named = ResidualConfig.parse(args.residual)
     residual = ResidualConfig.from_mapping(
-        {"mechanism": args.residual, "recompute": args.residual_recompute, **options}
+        {**named.as_mapping(), "recompute": args.residual_recompute, **options}
     )
     microbatches = args.pp if args.microbatches is None else args.microbatches
     plan = MemoryPlan(layout, residual, sizes, microbatches, args.microbatch_group_size)

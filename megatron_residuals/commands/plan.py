@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 from megatron_residuals.commands.arguments import (
     ELEMENT_BYTES,
@@ -21,7 +22,7 @@ from megatron_residuals.commands.launch import (
     launch_fields,
     with_remarks,
 )
-from megatron_residuals.config import TRANSPORTS
+from megatron_residuals.config import TRANSPORTS, ResidualConfig
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.text import count_faults, raise_faults
@@ -59,6 +60,11 @@ def register(commands: Subparsers) -> None:
     state.add_argument(
         "--streams", type=int, metavar="N", help="HC or mHC streams (1 is the plain residual)"
     )
+    state.add_argument(
+        "--residual",
+        metavar="MECHANISM",
+        help="a mechanism, built-in or module:NAME, as text with its options in brackets",
+    )
     add("--transport", choices=TRANSPORTS, default="delta", help="AttnRes only (default: delta)")
     add("--json", action="store_true", help="print JSON instead of the table")
     add_layout_options(parser.add_argument_group("layers per stage (default: all equal)"))
@@ -69,13 +75,16 @@ def register(commands: Subparsers) -> None:
 
 def _transfer_plan(args: argparse.Namespace) -> TransferPlan:
     layout = stage_layout(args)
+    if args.residual is not None:
+        residual = ResidualConfig.parse(args.residual)
+        return TransferPlan.for_residual(replace(residual, transport=args.transport), layout)
     if args.streams is not None:
         return TransferPlan.for_streams(layout, args.streams)
     if args.block_layers is not None:
         depth = DepthMap.from_layers(layout.num_layers, args.block_layers)
     elif args.block_sublayers is None:
         raise ValueError(
-            "give --block-layers, --block-sublayers or --streams, or a launch behind --"
+            "give --block-layers, --block-sublayers, --streams or --residual, or a launch behind --"
         )
     else:
         depth = DepthMap(layout.num_layers, args.block_sublayers)

@@ -128,6 +128,17 @@ def test_its_checkpoints_are_its_own() -> None:
         assert line.startswith("mechanism: saved ")
 
 
+def test_plan_and_memory_have_a_row_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--layers", "8", "--pp", "2", "--vpp", "2", "--residual", NAME]) == 0
+    own = capsys.readouterr().out
+    words = ["plan", "--layers", "8", "--pp", "2", "--vpp", "2", "--block-sublayers", "1"]
+    assert cli.main(words) == 0 and capsys.readouterr().out == own
+    sizes = "--layers 8 --hidden-size 64 --heads 4 --seq-length 32 --micro-batch-size 1"
+    assert cli.main(["memory", *sizes.split(), "--residual", f"{NAME}(weight_init=2.0)"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{NAME}(weight_init=2.0)" in printed and "block+layer" in printed
+
+
 def test_check_finds_nothing_wrong_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", NAME]) == 0
     printed = capsys.readouterr().out
