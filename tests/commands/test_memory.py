@@ -196,7 +196,7 @@ def test_logits_count_in_the_peak_alone(capsys: pytest.CaptureFixture[str]) -> N
     [
         ("memory --residual mhc --layers 4", "missing: --seq-length, --micro-batch-size, --hidden"),
         (f"memory --residual mhc {SIZES}", "the depth is missing"),
-        (f"{DEEP} --residual mhd", "invalid choice: 'mhd'"),
+        (f"{DEEP} --residual mhd", "mechanism is 'mhd'"),
         (DEEP, "give --residual, or a launch behind --"),
         (f"{DEEP} --residual mhc --residual-recompute block", "recompute is 'block'"),
         (f"{BLOCKS} --residual-recompute group", "recompute is 'group'"),

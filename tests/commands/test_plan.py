@@ -152,7 +152,7 @@ def test_block_lengths_can_be_given_in_sublayers(capsys: pytest.CaptureFixture[s
         (f"{PLAN_96} {SIZES} --cp 3", "does not divide over 3 ranks"),
         (f"{PLAN_96} {SIZES} --tp 0", "--tp is 0"),
         ("plan --layers x --streams 4", "invalid int value: 'x'"),
-        ("plan --layers 8", "give --block-layers, --block-sublayers or --streams"),
+        ("plan --layers 8", "give --block-layers, --block-sublayers, --streams or --residual"),
         ("plan --layers 8 --streams 4 --block-layers 2", "not allowed with argument"),
         ("plan --layers 8 --stream 4", "unrecognized arguments: --stream 4"),
         ("", "the following arguments are required: COMMAND"),
