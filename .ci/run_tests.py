@@ -6,8 +6,8 @@ Called by `make test` with the Python of `.venv`, after `.ci/setup` made the env
 
     .venv/bin/python .ci/run_tests.py --hosts 0.16.1 0.17.1 0.18.2 [--workers 2] [-- PYTEST ARGS]
 
-The last line printed is the plain total over all pytest runs; the exit status is 0 when nothing
-failed.
+Printed at the end: the slowest tests of all runs, a table of the runs, the CPU time of all tests,
+and as the last line the plain total; the exit status is 0 when nothing failed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+NUM_SLOWEST = 20
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_HOST, OLDEST_PYTHON = "0.16.", ROOT / ".venv-oldest" / "bin" / "python"
 NO_OLD_PYTHON = "no Python 3.10/3.11 found"
@@ -42,6 +43,15 @@ PYTEST_EXIT_CODES = {
 
 
 @dataclass(frozen=True)
+class Duration:
+    """What one test took; CPU seconds, its ranks included, are noted by `tests/conftest.py`."""
+
+    test: str
+    seconds: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one run gave; `note` says why when it did not run or stopped early."""
 
@@ -52,6 +62,7 @@ class Outcome:
     skipped: int = 0
     seconds: float = 0.0
     note: str = ""
+    durations: tuple[Duration, ...] = ()
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -85,6 +96,20 @@ def read_counts(report: Path) -> tuple[int, int, int]:
     return passed, failed, skipped
 
 
+def read_durations(report: Path) -> tuple[Duration, ...]:
+    """What each test took, from pytest's JUnit report."""
+    return tuple(
+        Duration(
+            f"{case.get('classname')}::{case.get('name')}",
+            float(case.get("time", 0)),
+            sum(
+                float(p.get("value", 0)) for p in case.iter("property") if p.get("name") == "cpu_s"
+            ),
+        )
+        for case in ElementTree.parse(report).getroot().iter("testcase")
+    )
+
+
 def run_pytest(name: str, python: Path, args: Sequence[str], env: Mapping[str, str]) -> Outcome:
     """One pytest run; one that stops without naming a failed test counts as one failure."""
     announce(name)
@@ -94,11 +119,13 @@ def run_pytest(name: str, python: Path, args: Sequence[str], env: Mapping[str, s
         command = [str(python), "-m", "pytest", f"--junitxml={report}", *args]
         code = subprocess.run(command, cwd=ROOT, env=dict(env)).returncode
         passed, failed, skipped = read_counts(report) if report.is_file() else (0, 0, 0)
+        durations = read_durations(report) if report.is_file() else ()
     note = PYTEST_EXIT_CODES.get(code, "" if code in (0, 1) else f"exit status {code}")
     if code and not failed:
         failed, note = 1, note or "failed without a failed test"
     result = "FAILED" if code else "ok"
-    return Outcome(name, result, passed, failed, skipped, time.monotonic() - began, note)
+    seconds = time.monotonic() - began
+    return Outcome(name, result, passed, failed, skipped, seconds, note, durations)
 
 
 def run_host(release: str, args: Sequence[str]) -> Outcome:
@@ -121,6 +148,15 @@ def run_oldest(args: Sequence[str]) -> Outcome:
     if not OLDEST_PYTHON.exists():
         return Outcome(name, "not run", note=NO_OLD_PYTHON)
     return run_pytest(name, OLDEST_PYTHON, [*OLDEST_TESTS, *args], environment())
+
+
+def print_slowest(outcomes: Sequence[Outcome]) -> None:
+    """The slowest tests of all runs, by CPU time: the clock also shows who else was at work."""
+    tests = [(duration, o.name) for o in outcomes for duration in o.durations]
+    tests.sort(key=lambda test: test[0].cpu_s, reverse=True)
+    print(f"\n{'CPU':>9}{'clock':>9}  slowest tests")
+    for duration, name in tests[:NUM_SLOWEST]:
+        print(f"{duration.cpu_s:>7.1f} s{duration.seconds:>7.1f} s  {duration.test}  ({name})")
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:
@@ -149,7 +185,10 @@ def main() -> int:
     if any(release.startswith(OLDEST_HOST) for release in options.hosts):
         outcomes.append(run_oldest(args))
 
+    print_slowest(outcomes)
     print_table(outcomes)
+    cpu_s = sum(duration.cpu_s for outcome in outcomes for duration in outcome.durations)
+    print(f"CPU time of all tests: {cpu_s / 60:.1f} min")
     passed = sum(outcome.passed for outcome in outcomes)
     failed = sum(outcome.failed for outcome in outcomes)
     skipped = sum(outcome.skipped for outcome in outcomes)

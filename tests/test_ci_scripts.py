@@ -150,6 +150,22 @@ def test_each_pytest_run_is_counted(
     assert (outcome.passed, outcome.failed, outcome.skipped) == counts
 
 
+def test_the_slowest_tests_of_all_runs_are_listed_by_the_cpu_time_that_each_noted(
+    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "def test_{0}(record_property): record_property('cpu_s', '{1}')\n"
+    (tmp_path / "test_sample.py").write_text(text.format("quick", 1.5) + text.format("slow", 40.25))
+    args = [f"--rootdir={tmp_path}", str(tmp_path)]
+    sample = runner.run_pytest("sample", Path(sys.executable), args, runner.environment())
+    many = tuple(runner.Duration(f"test_{i}", 2.0, 2.0 + i) for i in range(runner.NUM_SLOWEST))
+    runner.print_slowest([sample, runner.Outcome("other", "ok", durations=many)])
+    lines = capsys.readouterr().out.split("slowest tests\n")[1].splitlines()
+    assert len(lines) == runner.NUM_SLOWEST
+    assert lines[0].split()[0] == "40.2" and lines[0].endswith("test_sample::test_slow  (sample)")
+    assert lines[1].split()[0] == "21.0" and lines[1].endswith("test_19  (other)")
+    assert not any("test_quick" in line for line in lines)
+
+
 def test_the_last_line_is_the_plain_total_and_a_failure_fails_the_whole(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
