@@ -111,12 +111,13 @@ class Lane:
 
     def start(self, verb: Verb, parcel: Parcel, *, batched: bool = False) -> Delivery:
         """Start one half of an exchange."""
-        op = self._op(verb, parcel)
-        with _named(verb, parcel.message, op.peer):
+        with _named(verb, parcel.message, self._peer(verb)):
             if batched:
-                (work,) = dist.batch_isend_irecv([op])
+                (work,) = dist.batch_isend_irecv([self._op(verb, parcel)])
+            elif verb == SEND:
+                work = dist.isend(parcel.tensor, self.destination, group=self.send_group)
             else:
-                work = op.op(op.tensor, op.peer, group=op.group)
+                work = dist.irecv(parcel.tensor, self.source, group=self.receive_group)
         return self._delivery(verb, parcel, work)
 
     def _op(self, verb: Verb, parcel: Parcel) -> dist.P2POp:
@@ -125,8 +126,10 @@ class Lane:
         return dist.P2POp(dist.irecv, parcel.tensor, self.source, self.receive_group)
 
     def _delivery(self, verb: Verb, parcel: Parcel, work: dist.Work) -> Delivery:
-        peer = self.destination if verb == SEND else self.source
-        return Delivery(work, verb, parcel.message, peer)
+        return Delivery(work, verb, parcel.message, self._peer(verb))
+
+    def _peer(self, verb: Verb) -> int:
+        return self.destination if verb == SEND else self.source
 
 
 @dataclass(frozen=True)
