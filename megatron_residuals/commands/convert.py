@@ -227,7 +227,7 @@ def _export(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iter
 
 def _asked_for(args: argparse.Namespace) -> ResidualConfig:
     config = config_from_args(args)
-    if config.mechanism == "residual":
+    if config.entry.is_stock:
         raise ValueError(f"{MECHANISM_FLAG} residual has no parameters to add")
     return config
 
