@@ -191,6 +191,6 @@ def select(reader: torch.nn.Module, state: object, direction: Tensor) -> Tensor:
     with torch.no_grad():
         reader.query.copy_(1e7 * direction / direction.norm())
         reader.key_gain.fill_(1.0)
-        selected = reader.attend(state)
+        selected = reader.attend(state, reader.query, reader.key_gain)
     reader.load_state_dict(kept)
     return selected
