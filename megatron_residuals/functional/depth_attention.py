@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_residuals.functional.precision import wide, without_autocast
+from megatron_residuals.functional.precision import wide_dtype, without_autocast
 
 
 class SourceScores(NamedTuple):
@@ -50,7 +50,7 @@ class ClosedRead(NamedTuple):
 
 def direction_of(query: Tensor, key_gain: Tensor, source: Tensor) -> Tensor:
     """query o key_gain [d] in the dtype of the scores of a source: float32 or wider."""
-    dtype = wide(source).dtype
+    dtype = wide_dtype(source)
     return query.to(dtype) * key_gain.to(dtype)
 
 
@@ -108,7 +108,7 @@ def read_closed(
     4.2).
     """
     reads = []
-    for direction in directions.to(wide(sources[0]).dtype).unbind():
+    for direction in directions.to(wide_dtype(sources[0])).unbind():
         logits = score_sources(sources, direction, eps=eps).logits
         values = mix_sources(sources, torch.softmax(logits, dim=0))
         reads.append(ClosedRead(values, torch.logsumexp(logits, dim=0), direction))
@@ -126,7 +126,7 @@ def merge_running(
     """
     if output is not None:
         partial = partial + output
-    direction = read.direction.to(wide(partial).dtype)
+    direction = read.direction.to(wide_dtype(partial))
     weight = torch.sigmoid(score_sources([partial], direction, eps=eps).logits[0] - read.lse)
     x = mix_sources([read.values, partial], torch.stack([1 - weight, weight]))
     return x, partial
