@@ -176,17 +176,20 @@ def training_log(loss_dict: dict[str, float], iteration: int) -> None:
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """A training loop that is imported, where the host may have none."""
+    package = types.ModuleType("megatron.training")
     loop = types.ModuleType("megatron.training.training")
     loop.training_log = training_log
     loop.setup_model_and_optimizer = lambda: "built"
     loop.get_megatron_optimizer_config = lambda: (None, None)
     parser = types.ModuleType("megatron.training.arguments")
     parser.add_megatron_arguments = lambda parser: parser
-    for module in (loop, parser):
+    package.training, package.arguments = loop, parser
+    for module in (package, loop, parser):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return loop
+    yield loop
+    seams.uninstall()  # before the modules go
 
 
 # The runner's two wraps and that of the log were once none of the seams: installed twice they were
