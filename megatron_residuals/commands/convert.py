@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,13 +131,13 @@ def _convert(args: argparse.Namespace) -> Iterator[str]:
     yield from (_export if args.export else _extend)(args, source, shape)
 
 
-def _host_classes() -> Sequence[type]:
+def _host_classes() -> Sequence[Callable[..., object]]:
     """What Megatron itself lets checkpoints ask for, where it is installed."""
     try:
         from megatron.core.safe_globals import SAFE_GLOBALS
     except Exception:  # a half-installed host raises anything
         return ()
-    return tuple(SAFE_GLOBALS)
+    return tuple(item for item in SAFE_GLOBALS if callable(item))
 
 
 def _extend(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iterator[str]:
@@ -251,8 +251,8 @@ def _config_of(args: argparse.Namespace, source: Stored, shape: ModelShape) -> R
     try:
         config = config_of(record)
     except ValueError as error:
-        faults = "; ".join(line.strip(" -") for line in str(error).splitlines())
-        raise ValueError(f"{args.input} has a settings record with faults: {faults}") from None
+        reasons = "; ".join(line.strip(" -") for line in str(error).splitlines())
+        raise ValueError(f"{args.input} has a settings record with faults: {reasons}") from None
     # a record may lack settings, whose defaults need not be what it was trained with
     faults = compare_settings(record, settings_of(config, shape.num_layers))
     raise_faults(f"{args.input}: its settings record", faults)

@@ -35,8 +35,9 @@ def stub_paged_stash() -> str | None:
     if importlib.util.find_spec("triton") is not None or name in sys.modules:
         return None
     stub = types.ModuleType(name)
-    stub.GLOBAL_BLOCK_SIZE = 1024
-    stub.paged_stash_copy_kernel = stub.paged_stash_pop_kernel = None
+    vars(stub).update(
+        GLOBAL_BLOCK_SIZE=1024, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None
+    )
     sys.modules[name] = stub
     return f"{name}: stub, triton is not installed"
 
@@ -52,7 +53,7 @@ def tag_torch_norm() -> str:
         sequence_parallel = config.sequence_parallel
         config.sequence_parallel = False
         try:
-            norm = original(cls, config, *args, **kwargs)
+            norm: torch.nn.Module = original(cls, config, *args, **kwargs)
         finally:
             config.sequence_parallel = sequence_parallel
         for parameter in norm.parameters():
@@ -112,7 +113,7 @@ def repair_distributed_optimizer() -> str | None:
     return "DistributedOptimizer: loads into torch's AdamW (state exists, `step` kept, not shared)"
 
 
-def _initialise_state_before_loading(optimizer_class: type) -> None:
+def _initialise_state_before_loading(optimizer_class: type[Any]) -> None:
     """A fresh optimizer has no `step`: its state_dict() dies in `assert len(steps) == 1`."""
     original = optimizer_class.sharded_state_dict
 
@@ -127,7 +128,7 @@ def _initialise_state_before_loading(optimizer_class: type) -> None:
     optimizer_class.sharded_state_dict = sharded_state_dict
 
 
-def _set_states_without_step(optimizer_class: type) -> None:
+def _set_states_without_step(optimizer_class: type[Any]) -> None:
     """The host wants `step` of the checkpoint (KeyError) and writes into leaf parameters."""
 
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
@@ -142,7 +143,7 @@ def _set_states_without_step(optimizer_class: type) -> None:
     optimizer_class._set_main_param_and_optimizer_states = set_states
 
 
-def _own_step_after_loading(optimizer_class: type) -> None:
+def _own_step_after_loading(optimizer_class: type[Any]) -> None:
     """The host gives all parameters one `step` tensor: it then advances once per parameter."""
     original = optimizer_class.load_state_dict
 

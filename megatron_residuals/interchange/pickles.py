@@ -68,7 +68,7 @@ class Trust:
     """
 
     everything: bool = False
-    more_classes: Callable[[], Sequence[type]] = tuple
+    more_classes: Callable[[], Sequence[Callable[..., object]]] = tuple
 
 
 PLAIN_DATA = Trust()
@@ -85,7 +85,7 @@ def load(file: Path | io.BytesIO, trust: Trust, *, name: Path, mmap: bool = Fals
         ValueError: the file is damaged, or asks for more than is trusted.
     """
 
-    def attempt(weights_only: bool, *classes: type) -> Any:
+    def attempt(weights_only: bool, *classes: Callable[..., object]) -> Any:
         if isinstance(file, io.BytesIO):
             file.seek(0)
         with torch.serialization.safe_globals([*PLAIN_CLASSES, *classes]):

@@ -26,6 +26,7 @@ from megatron_residuals.pipeline.messages import RECEIVE, SEND, Message
 from megatron_residuals.transport.late import LateTensor
 from megatron_residuals.transport.message_order import Walk
 from megatron_residuals.transport.preflight import Payloads
+from megatron_residuals.transport.step import PipelineStep
 from megatron_residuals.transport.wire import Delivery, Lane, Parcel
 
 Handle = Delivery | LateTensor
@@ -74,7 +75,7 @@ class ResidualP2PCommunicator(P2PCommunicator):
         if self._route is not None:
             self._route.attended = True
 
-    def _communicate(
+    def _communicate(  # type: ignore[override]  # the host annotates two of the three
         self,
         *,
         tensor_send_next: Tensor | None,
@@ -87,7 +88,7 @@ class ResidualP2PCommunicator(P2PCommunicator):
         """Send and receive forward payloads (next, prev) and their gradients (prev, next)."""
         route = self._route
         if route is None or route.wire is None:
-            return super()._communicate(
+            return super()._communicate(  # type: ignore[return-value]
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=tensor_send_prev,
                 recv_prev=recv_prev,
@@ -98,10 +99,10 @@ class ResidualP2PCommunicator(P2PCommunicator):
         self._agree(route, tensor_send_next, tensor_shape)
         handles: dict[str, Handle | None] = {}
         from_prev, handles["send_next"], handles["recv_prev"] = self._exchange(
-            route.wire.forward, tensor_send_next, recv_prev, tensor_shape
+            route, route.wire.forward, tensor_send_next, recv_prev, tensor_shape
         )
         from_next, handles["send_prev"], handles["recv_next"] = self._exchange(
-            route.wire.backward, tensor_send_prev, recv_next, tensor_shape
+            route, route.wire.backward, tensor_send_prev, recv_next, tensor_shape
         )
         due = {name: handle for name, handle in handles.items() if handle is not None}
         if not wait_on_reqs:
@@ -130,10 +131,10 @@ class ResidualP2PCommunicator(P2PCommunicator):
         route.step.agreed = True
 
     def _exchange(
-        self, lane: Lane, send: Tensor | None, receive: bool, tensor_shape: Any
+        self, route: Route, lane: Lane, send: Tensor | None, receive: bool, tensor_shape: Any
     ) -> tuple[Tensor | None, Handle | None, Handle | None]:
         """Start one direction: the tensor to be filled, and the handles of send and receive."""
-        step = self._route.step
+        step = route.step
         leaving, arriving = None, None
         if send is not None:
             # The schedules empty an output that is still being sent (hosts up to 0.17; all of them
@@ -141,11 +142,11 @@ class ResidualP2PCommunicator(P2PCommunicator):
             leaving = Parcel(step.order.next(lane.direction, SEND), send.detach())
         if receive:
             arriving = step.order.next(lane.direction, RECEIVE)
-        if self.config.variable_seq_lengths or self._route.residual.check_messages:
-            return self._exchange_late(lane, leaving, arriving)
+        if self.config.variable_seq_lengths or route.residual.check_messages:
+            return self._exchange_late(step, lane, leaving, arriving)
         expected = None
         if arriving is not None:
-            rows = self._route.plan.rows_in(arriving.boundary)
+            rows = route.plan.rows_in(arriving.boundary)
             buffer = self._empty((rows * tensor_shape[0], *tensor_shape[1:]))
             expected = Parcel(arriving, buffer)
             step.count(*expected)
@@ -153,9 +154,9 @@ class ResidualP2PCommunicator(P2PCommunicator):
         return (None if expected is None else expected.tensor), *handles
 
     def _exchange_late(
-        self, lane: Lane, leaving: Parcel | None, arriving: Message | None
+        self, step: PipelineStep, lane: Lane, leaving: Parcel | None, arriving: Message | None
     ) -> tuple[Tensor | None, None, LateTensor | None]:
-        step, late = self._route.step, None
+        late = None
         if leaving is not None:
             step.outbox.send(lane, *leaving)
         if arriving is not None:

@@ -80,7 +80,7 @@ def is_prediction_layer(*args: Any, **arguments: Any) -> bool:
     """
     if _SAYS_WHAT_PREDICTS:
         return bool(arguments.get("is_mtp_layer"))
-    config = args[0] if args else arguments.get("config")
+    config = args[0] if args else arguments["config"]
     if not getattr(config, "mtp_num_layers", None) or "layer_number" not in arguments:
         return False
     offset = get_transformer_layer_offset(config, arguments.get("vp_stage"))
@@ -133,7 +133,8 @@ def outer_quantization_context(config: Any) -> AbstractContextManager[Any]:
     if config.fp8 and config.fp8_recipe == "delayed":
         from megatron.core.fp8_utils import get_fp8_context
 
-        return get_fp8_context(config)
+        outer: AbstractContextManager[Any] = get_fp8_context(config)
+        return outer
     return nullcontext()
 
 
@@ -142,11 +143,13 @@ def layer_quantization_context(config: Any, layer_index: int) -> AbstractContext
     if config.fp8 and config.fp8_recipe != "delayed":
         from megatron.core.fp8_utils import get_fp8_context
 
-        return get_fp8_context(config, layer_index)
+        fp8: AbstractContextManager[Any] = get_fp8_context(config, layer_index)
+        return fp8
     if getattr(config, "fp4", None):
         from megatron.core.fp4_utils import get_fp4_context
 
-        return get_fp4_context(config, layer_index)
+        fp4: AbstractContextManager[Any] = get_fp4_context(config, layer_index)
+        return fp4
     return nullcontext()
 
 

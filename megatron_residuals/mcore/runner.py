@@ -104,7 +104,13 @@ class StageRunner:
         if isinstance(state, SourceState):
             return self._checkpoint_sources(state, sublayers, run)
         unpack = functools.partial(self._residual.entry.unpack, self._residual)
-        return unpack(self._call(lambda payload: run(unpack(payload)).pack(), state.pack()))
+
+        def inside(payload: Tensor) -> Tensor:
+            after = run(unpack(payload))
+            assert not isinstance(after, SourceState)
+            return after.pack()
+
+        return unpack(self._call(inside, state.pack()))
 
     def _checkpoint_sources(
         self,
@@ -123,6 +129,7 @@ class StageRunner:
 
         def inside(partial: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
             after = run(SourceState.of(sources, partial))
+            assert isinstance(after, SourceState)
             return after.partial, *after.sources[known:]
 
         partial, *closed = self._call(inside, state.partial, *state.outgoing)

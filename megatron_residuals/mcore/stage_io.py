@@ -83,6 +83,7 @@ class StageIO:
 
     def _enter_sources(self, rows: Sequence[Tensor], visit: Visit) -> SourceState:
         boundary = self._plan.boundary_into(self.stage)
+        assert boundary is not None, "the first stage receives nothing"
         *arrived, partial = rows
         sources = dict(zip(boundary.sent, arrived, strict=True))
         self._stash(self._plan.stash_on_entry(self.stage), sources, boundary, partial, visit)
@@ -93,13 +94,15 @@ class StageIO:
 
     def _exit_sources(self, state: SourceState, visit: Visit) -> Tensor:
         boundary = self._plan.boundary_into(self.stage + 1)
+        assert boundary is not None, "only stage 0 has no hop into it"
         # behind a layer all sources are there and a source's id is its position
         ids = range(len(state.sources)) if self.num_layers else visit.source_ids
         sources = dict(zip(ids, state.outgoing, strict=True))
         self._stash(self._plan.stash_on_exit(self.stage), sources, boundary, state.partial, visit)
         rows = [sources[source] for source in boundary.sent] + [state.partial]
         returns = _Returns(self.route.step.cache, visit.micro_batch, tuple(visit.kept))
-        return _Pack.apply(returns, len(rows), *rows, *visit.kept.values())
+        payload: Tensor = _Pack.apply(returns, len(rows), *rows, *visit.kept.values())
+        return payload
 
     def _stash(
         self,
@@ -147,4 +150,5 @@ class _Pack(torch.autograd.Function):
 
 def fresh(payload: Tensor) -> Tensor:
     """The payload as a tensor that is no view, as the schedules demand of what a stage returns."""
-    return make_viewless_tensor(inp=payload, requires_grad=True, keep_graph=True)
+    viewless: Tensor = make_viewless_tensor(inp=payload, requires_grad=True, keep_graph=True)
+    return viewless

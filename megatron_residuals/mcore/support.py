@@ -21,7 +21,7 @@ from megatron_residuals.mcore.compat import (
 )
 from megatron_residuals.text import fault_list
 
-OFF = (None, False, 0, "none", [], ())
+OFF: tuple[object, ...] = (None, False, 0, "none", [], ())
 
 
 class Refusal(NamedTuple):

@@ -109,12 +109,13 @@ class ToyTrainer:
                 **training.optimizer,
             }
         )
-        self.optimizer = get_megatron_optimizer(optimizer, self.models)
+        self.optimizer = get_megatron_optimizer(optimizer, list(self.models))
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         if ddp.overlap_grad_reduce:
             syncs = [model.no_sync for model in self.models]
-            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+            # the host annotates one function and takes one for each chunk
+            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]  # type: ignore[assignment]
 
     def accumulate(self) -> list[float]:
         """Gradients of one step; the losses of this rank's micro-batches on the last stage."""

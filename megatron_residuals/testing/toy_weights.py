@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Initialise = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor | None]
@@ -34,7 +36,7 @@ def default_initialise(
     return weight + 1 if "norm" in name and name.endswith("weight") else weight
 
 
-def named_globally(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_globally(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(global name, parameter) of one model chunk."""
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     tied = chunk.share_embeddings_and_output_weights
@@ -49,25 +51,27 @@ def named_globally(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
         )
 
 
-def _first_expert(chunk: torch.nn.Module) -> int:
+def _first_expert(chunk: GPTModel) -> int:
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    return parallel_state.get_expert_model_parallel_rank() * chunk.config.num_moe_experts // ranks
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return int(rank * (chunk.config.num_moe_experts or 0) // ranks)
 
 
 @torch.no_grad()
-def initialise_chunk(chunk: torch.nn.Module, initialise: Initialise, seed: int) -> None:
+def initialise_chunk(chunk: GPTModel, initialise: Initialise, seed: int) -> None:
     """Sets every parameter to this rank's share of a weight that depends on name and seed alone."""
     for name, parameter in named_globally(chunk):
         shape = list(parameter.shape)
         if _is_sharded(parameter):
-            shape[parameter.partition_dim] *= _tp_size()
+            dim, _ = _partition(parameter)
+            shape[dim] *= _tp_size()
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         weight = initialise(name, tuple(shape), generator)
         if weight is not None:
             parameter.copy_(_own_shard(weight, parameter))
 
 
-def full_grads(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def full_grads(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
     """{global name: gradient} of this rank's parameters, whole over TP; zeros where none arrived.
 
     A collective call: it does, on copies, what `finalize_model_grads` does without data parallelism
@@ -88,29 +92,34 @@ def full_grads(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return grads
 
 
-def _repeats_embedding(chunk: torch.nn.Module) -> bool:
+def _repeats_embedding(chunk: GPTModel) -> bool:
     """Whether the last stage has the embedding too: as output weight, or to predict more tokens."""
-    return chunk.share_embeddings_and_output_weights or bool(chunk.config.mtp_num_layers)
+    return bool(chunk.share_embeddings_and_output_weights or chunk.config.mtp_num_layers)
 
 
-def _sum_over_stages(grads: dict[str, torch.Tensor], chunk: torch.nn.Module) -> None:
+def _sum_over_stages(grads: dict[str, torch.Tensor], chunk: GPTModel) -> None:
     # One process has one embedding parameter, and a stage that is both first and last has too.
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and _EMBEDDING in grads:
         torch.distributed.all_reduce(grads[_EMBEDDING], group=parallel_state.get_embedding_group())
 
 
 def _tp_size() -> int:
-    return parallel_state.get_tensor_model_parallel_world_size()
+    return int(parallel_state.get_tensor_model_parallel_world_size())
 
 
 def _is_sharded(parameter: torch.nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
+def _partition(parameter: Any) -> tuple[int, int]:
+    """The dimension that a sharded parameter is split along, and in how many parts."""
+    return parameter.partition_dim, parameter.partition_stride
+
+
 def _own_shard(weight: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     if not _is_sharded(parameter):
         return weight
-    dim, stride = parameter.partition_dim, parameter.partition_stride
+    dim, stride = _partition(parameter)
     rank = parallel_state.get_tensor_model_parallel_rank()
     # A gated MLP stacks gate and up: a rank owns its share of each (stride 2).
     parts = weight.chunk(stride, dim)
@@ -121,7 +130,7 @@ def whole_over_tp(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Te
     """The whole of a tensor of which each TP rank has what it has of the parameter; collective."""
     if not _is_sharded(parameter) or _tp_size() == 1:
         return grad
-    dim, stride = parameter.partition_dim, parameter.partition_stride
+    dim, stride = _partition(parameter)
     shards = [torch.empty_like(grad) for _ in range(_tp_size())]
     torch.distributed.all_gather(
         shards, grad.contiguous(), group=parallel_state.get_tensor_model_parallel_group()

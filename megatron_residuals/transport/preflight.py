@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from megatron_residuals._version import __version__
 from megatron_residuals.config import ResidualConfig
@@ -62,7 +62,7 @@ def meet(number: int) -> None:
         )
 
 
-def _appears(store: dist.Store, key: str) -> bool:
+def _appears(store: Store, key: str) -> bool:
     """Whether somebody sets a key in time."""
     try:
         store.wait([key], PATIENCE)
@@ -121,7 +121,7 @@ class Agreement:
     def _key(self, rank: int, number: int) -> str:
         return f"megatron_residuals/{self._serial}/{number}/{rank}"
 
-    def _read(self, store: dist.Store, rank: int, neighbour: int) -> Terms:
+    def _read(self, store: Store, rank: int, neighbour: int) -> Terms:
         key = self._key(rank, self._number)
         if not _appears(store, key):
             raise RuntimeError(

@@ -112,6 +112,7 @@ class Lane:
     def start(self, verb: Verb, parcel: Parcel, *, batched: bool = False) -> Delivery:
         """Start one half of an exchange."""
         with _named(verb, parcel.message, self._peer(verb)):
+            work: dist.Work | None
             if batched:
                 (work,) = dist.batch_isend_irecv([self._op(verb, parcel)])
             elif verb == SEND:
@@ -125,7 +126,8 @@ class Lane:
             return dist.P2POp(dist.isend, parcel.tensor, self.destination, self.send_group)
         return dist.P2POp(dist.irecv, parcel.tensor, self.source, self.receive_group)
 
-    def _delivery(self, verb: Verb, parcel: Parcel, work: dist.Work) -> Delivery:
+    def _delivery(self, verb: Verb, parcel: Parcel, work: dist.Work | None) -> Delivery:
+        assert work is not None, "a rank outside the group has no lane"
         return Delivery(work, verb, parcel.message, self._peer(verb))
 
     def _peer(self, verb: Verb) -> int:

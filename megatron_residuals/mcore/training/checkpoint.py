@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import CONVERT_BLOCK_LENGTH
@@ -185,7 +185,9 @@ def checked_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         if Path(checkpoint_dir, ".metadata").is_file():
             wanted = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedBase)]
-            given = {value.key: value.data for value in wanted if value.key.endswith(ENTRY)}
+            given: dict[str, Any] = {
+                value.key: value.data for value in wanted if value.key.endswith(ENTRY)
+            }
             metadata = _metadata_of(checkpoint_dir)
             saved = _stored_records(checkpoint_dir, metadata)
             _warn_of_other_padding(wanted, metadata)
@@ -229,9 +231,12 @@ def _warn_of_other_padding(wanted: Sequence[ShardedBase], metadata: Metadata) ->
         stored = metadata.state_dict_metadata.get(tensor.key)
         if not isinstance(tensor, ShardedTensor) or not tensor.allow_shape_mismatch:
             continue
-        if stored is None or "optimizer" in tensor.key or stored.size[0] == tensor.global_shape[0]:
+        if not isinstance(stored, TensorStorageMetadata) or "optimizer" in tensor.key:
             continue
-        before, after, tp = stored.size[0], tensor.global_shape[0], tensor.axis_fragmentations[0]
+        if stored.size[0] == tensor.global_shape[0]:
+            continue
+        before, after = stored.size[0], tensor.global_shape[0]
+        tp = (tensor.axis_fragmentations or (1,))[0]
         advice = f"no padding keeps it with TP {tp}"
         if before % tp == 0:
             advice = f"--make-vocab-size-divisible-by {before // tp} keeps it"

@@ -29,7 +29,6 @@ def ordered_by_precision(stock: Any) -> Any:
     while the host numbers both in one sequence, so one would save and load the state of another.
     """
 
-    @classmethod
     @functools.wraps(stock.__func__)
     def build_optimizer_group_ranges(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         places, ranges = stock.__func__(*args, **kwargs)
@@ -39,7 +38,7 @@ def ordered_by_precision(stock: Any) -> Any:
                 places[parameter] = (index, order)
         return places, ranges
 
-    return build_optimizer_group_ranges
+    return classmethod(build_optimizer_group_ranges)
 
 
 def saves_whole_groups(stock: Callable[..., Any]) -> Callable[..., Any]:

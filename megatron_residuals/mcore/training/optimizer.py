@@ -51,13 +51,15 @@ def residual_overrides(
             none in any case.
 
     Raises:
-        ValueError: a multiplier is negative or no finite number.
+        ValueError: a multiplier is negative or no finite number, or there is no ``lr``.
     """
     for name, value in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value!r}; give a finite number of at least 0")
     overrides: dict[ParamKey, ParamGroupOverride] = {}
     if lr_mult != 1.0:
+        if config.lr is None:
+            raise ValueError(f"lr_mult is {lr_mult!r} and multiplies lr, which is None; give one")
         scaled = ParamGroupOverride(max_lr=config.lr * lr_mult)
         if config.min_lr is not None:
             scaled["min_lr"] = config.min_lr * lr_mult

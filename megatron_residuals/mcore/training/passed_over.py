@@ -101,7 +101,7 @@ ARGUMENTS = """
     freeze_all_layers sft dataloader_inter_document_masking perform_rl_step skip_train
     use_legacy_models yaml_cfg
 """
-OFF = (None, False, 0, "none", [], (), "p2p")
+OFF: tuple[object, ...] = (None, False, 0, "none", [], (), "p2p")
 LONGEST = 40  # characters of a value
 
 

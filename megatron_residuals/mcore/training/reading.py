@@ -309,7 +309,8 @@ def _with_transformer_engine() -> Iterator[list[str]]:
 def _args() -> argparse.Namespace:
     from megatron.training import global_vars
 
-    args: argparse.Namespace = global_vars._GLOBAL_ARGS
+    args: argparse.Namespace | None = global_vars._GLOBAL_ARGS
+    assert args is not None, "the host has parsed them"
     return args
 
 
