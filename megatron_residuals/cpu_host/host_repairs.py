@@ -57,7 +57,7 @@ def tag_torch_norm() -> str:
         finally:
             config.sequence_parallel = sequence_parallel
         for parameter in norm.parameters():
-            parameter.sequence_parallel = sequence_parallel
+            vars(parameter)["sequence_parallel"] = sequence_parallel
         return norm
 
     torch_norm.WrappedTorchNorm.__new__ = new_norm

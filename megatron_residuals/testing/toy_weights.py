@@ -38,7 +38,8 @@ def default_initialise(
 
 def named_globally(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(global name, parameter) of one model chunk."""
-    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    layers: Any = chunk.decoder.layers
+    numbers = [layer.layer_number - 1 for layer in layers]
     tied = chunk.share_embeddings_and_output_weights
     for name, parameter in chunk.named_parameters():
         if tied and name == "output_layer.weight":
