@@ -169,7 +169,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     budget = None if args.budget_gib is None else int(args.budget_gib * GIB)
     results = [simulate(scheme, cluster, budget) for scheme in _schemes(args, forecast)]
     if args.trace is not None:
-        timelines = ((r.scheme.name, r.layout, r.timeline) for r in results)
+        timelines = ((r.scheme.name, r.layout, r.timeline()) for r in results)
         args.trace.write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
     if args.json:
         fields = {

@@ -104,12 +104,20 @@ def shortest_alike(layout: StageLayout, num_microbatches: int, group_size: int |
     Raises:
         ValueError: what the host's schedules refuse as well.
     """
-    group = check_schedule(layout, num_microbatches, group_size)
-    if layout.num_chunks == 1:
-        group = 1
+    group = group_of_passes(layout, num_microbatches, group_size)
     passes_of_group = group * layout.num_chunks
     enough = -(-warm_up(layout, 0, group) // passes_of_group) + 1
     return num_microbatches - max(0, num_microbatches // group - enough) * group
+
+
+def group_of_passes(layout: StageLayout, num_microbatches: int, group_size: int | None) -> int:
+    """Micro-batches after which the passes of a rank are alike: one where it has one stage.
+
+    Raises:
+        ValueError: what the host's schedules refuse as well.
+    """
+    group = check_schedule(layout, num_microbatches, group_size)
+    return 1 if layout.num_chunks == 1 else group
 
 
 def check_schedule(layout: StageLayout, num_microbatches: int, group_size: int | None) -> int:

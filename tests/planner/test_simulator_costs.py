@@ -183,7 +183,8 @@ def test_flash_attention_keeps_nothing_that_grows_with_the_square_of_the_length(
 
 def test_the_trace_has_every_pass_and_message_on_a_row_of_its_own() -> None:
     result = results()["attnres delta"]
-    events = chrome_trace([("a", LAYOUT, result.timeline), ("b", LAYOUT, result.timeline)])
+    timeline = result.timeline()
+    events = chrome_trace([("a", LAYOUT, timeline), ("b", LAYOUT, timeline)])
     rows: dict[tuple[object, object], float] = {}
     for event in events["traceEvents"]:
         if event["ph"] == "X" and event["cat"] != "message":
@@ -198,7 +199,7 @@ def test_the_trace_has_every_pass_and_message_on_a_row_of_its_own() -> None:
         f"F{m}.{g}" for m in range(8) for g in range(8)
     }
     moved = [e for e in events["traceEvents"] if e.get("cat") == "message"]
-    assert len(moved) == 2 * len(result.timeline.messages)
+    assert len(moved) == 2 * len(timeline.messages)
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -10,6 +10,7 @@ schedule adds when messages cost nothing, `exposed` what the links add to that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from megatron_residuals.planner.simulate.costs import PassCosts, Rates
 from megatron_residuals.planner.simulate.engine import Timeline, play
 from megatron_residuals.planner.simulate.links import NO_COST, Network
 from megatron_residuals.planner.simulate.program import programs
+from megatron_residuals.planner.simulate.repetition import step_s
 from megatron_residuals.planner.simulate.schemes import Scheme
 
 
@@ -36,18 +38,19 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found out about one scheme."""
+    """What was found out about one scheme.
+
+    Attributes:
+        step_s: forward and backward of all micro-batches; no optimizer, no data parallelism.
+        free_step_s: the same if messages cost nothing.
+    """
 
     scheme: Scheme
     costs: PassCosts
-    timeline: Timeline
+    cluster: Cluster
+    step_s: float
     free_step_s: float
     prediction: Prediction
-
-    @property
-    def step_s(self) -> float:
-        """Forward and backward of all micro-batches; no optimizer, no data parallelism."""
-        return self.timeline.step_s
 
     @property
     def layout(self) -> StageLayout:
@@ -57,7 +60,10 @@ class Result:
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
         """Computing, by rank."""
-        return tuple(map(self.timeline.busy_s, range(self.timeline.num_ranks)))
+        times = self.scheme.memory.num_microbatches
+        both = [f + b for f, b in zip(self.costs.forward_s, self.costs.backward_s, strict=True)]
+        chunks, ranks = range(self.layout.num_chunks), range(self.layout.num_ranks)
+        return tuple(times * sum(both[self.layout.stage(r, c)] for c in chunks) for r in ranks)
 
     @property
     def mean_busy_s(self) -> float:
@@ -87,10 +93,18 @@ class Result:
     @cached_property
     def bytes_sent(self) -> tuple[int, ...]:
         """By rank, both directions of travel."""
-        sent = [0] * self.timeline.num_ranks
-        for span in self.timeline.messages:
-            sent[span.sender] += span.bytes
+        memory, sent = self.scheme.memory, [0] * self.layout.num_ranks
+        for stage in range(1, self.layout.num_stages):
+            size = self.scheme.plan.rows_in(stage) * memory.sizes.row_bytes
+            for sender in (stage - 1, stage):
+                sent[self.layout.rank(sender)] += memory.num_microbatches * size
         return tuple(sent)
+
+    def timeline(self) -> Timeline:
+        """Everything that happens in the step, played to its end."""
+        return _player(self.scheme, self.costs, self.cluster, self.cluster.network)(
+            self.scheme.memory.num_microbatches
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,23 +134,38 @@ def simulate(scheme: Scheme, cluster: Cluster, budget_bytes: int | None = None) 
     costs = PassCosts(
         memory.layout, scheme.residual, memory.sizes, cluster.rates, prediction.policy
     )
-    rank_programs = programs(
-        memory.layout,
-        memory.num_microbatches,
-        memory.group_size,
-        overlap=cluster.overlap,
-        waits_for_sends=cluster.waits_for_sends,
-    )
-    plan, row_bytes = scheme.plan, memory.sizes.row_bytes
+    steps = [
+        step_s(
+            memory.layout,
+            memory.num_microbatches,
+            memory.group_size,
+            _player(scheme, costs, cluster, network),
+        )
+        for network in (cluster.network, NO_COST)
+    ]
+    return Result(scheme, costs, cluster, *steps, prediction)
+
+
+def _player(
+    scheme: Scheme, costs: PassCosts, cluster: Cluster, network: Network
+) -> Callable[..., Timeline]:
+    """A function that plays steps of any number of micro-batches."""
+    layout, group_size = scheme.memory.layout, scheme.memory.group_size
 
     def pass_s(step: Pass) -> float:
         return (costs.forward_s if step.forward else costs.backward_s)[step.stage]
 
     def message_bytes(message: Message) -> int:
-        return plan.rows_in(message.boundary) * row_bytes
+        return scheme.plan.rows_in(message.boundary) * scheme.memory.sizes.row_bytes
 
-    def run(network: Network) -> Timeline:
-        return play(memory.layout, rank_programs, pass_s, message_bytes, network)
+    def run(num_microbatches: int, snapshots: int | None = None) -> Timeline:
+        rank_programs = programs(
+            layout,
+            num_microbatches,
+            group_size,
+            overlap=cluster.overlap,
+            waits_for_sends=cluster.waits_for_sends,
+        )
+        return play(layout, rank_programs, pass_s, message_bytes, network, snapshots)
 
-    free_step_s = run(NO_COST).step_s
-    return Result(scheme, costs, run(cluster.network), free_step_s, prediction)
+    return run
