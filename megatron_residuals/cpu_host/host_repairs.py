@@ -64,6 +64,18 @@ def tag_torch_norm() -> str:
     return "WrappedTorchNorm: sequence_parallel accepted, and tagged on the norm's parameters"
 
 
+def norm_hybrid_stacks() -> str | None:
+    """Whatever the spec, a stack of Mamba and attention names TENorm for its final norm."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.ssm.mamba_block import MambaStack
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    if HAVE_TE:
+        return None
+    sys.modules[MambaStack.__module__].TENorm = WrappedTorchNorm
+    return f"{MambaStack.__name__}: a torch norm at its end, Transformer Engine is not installed"
+
+
 def repair_checkpoint_without_output() -> str | None:
     """`CheckpointWithoutOutput()` takes its default `fp8=False` for a wish for fp8: NameError."""
     from megatron.core.tensor_parallel import random as host_random

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_residuals.cpu_host import device_mapping, host_repairs, speed_only
+from megatron_residuals.cpu_host import device_mapping, host_repairs, mixers, speed_only
 
 Step = Callable[[], str | None]
 
@@ -80,9 +80,10 @@ def install(*, training: bool = False) -> Report:
             repairs=(host_repairs.add_typing_override, host_repairs.stub_paged_stash),
             speed=(speed_only.disable_torch_compile,),
         ) + _apply(
-            mapping=(device_mapping.map_megatron_rng,),
+            mapping=(mixers.supply_mixer_kernels, device_mapping.map_megatron_rng),
             repairs=(
                 host_repairs.tag_torch_norm,
+                host_repairs.norm_hybrid_stacks,
                 host_repairs.repair_checkpoint_without_output,
                 host_repairs.define_te_general_gemm,
                 host_repairs.repair_process_memory,
