@@ -37,9 +37,8 @@ def local_stack_spec() -> ModuleSpec:
         "attention_layer": _attention_layer(_gpt_part("self_attention")),
         "mla_layer": _attention_layer(_gpt_part("self_attention", multi_latent_attention=True)),
         "mlp_layer": _mlp_layer(MLPLayer),
-        "moe_layer": _mlp_layer(
-            MoETransformerLayer, num_experts=1
-        ),  # any number: a spec of experts
+        # the spec of experts is one, whatever their number
+        "moe_layer": _mlp_layer(MoETransformerLayer, num_experts=1),
     }
     submodules = getattr(sys.modules[MambaStack.__module__], f"{MambaStack.__name__}Submodules")
     known = {field.name for field in dataclasses.fields(submodules)}
