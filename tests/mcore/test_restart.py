@@ -43,6 +43,7 @@ def abort_a_step(toy: ToyGPT, spec: Any) -> ArithmeticError:
     """What a step raises, with a message under way; its traceback holds the model."""
     setup_parallel(toy)
     chunks = build_chunks(toy, spec)
+    dist.barrier()  # a group that one rank destroys must be there on the other
     # the first rank in its second micro-batch, the other in its first: neither waits for the other
     entered = iter([dist.get_rank() == 1, True])
 
@@ -69,6 +70,7 @@ def start_again(iteration: int, store: dist.Store, rank: int) -> None:
 def train_after_a_failure() -> ToyResult:
     spec = spec_for(RESIDUAL.format(", log_interval=1"))
     store, rank = _get_default_store(), dist.get_rank()
+    dist.barrier()
     start_again(0, store, rank)
     failure = abort_a_step(TOY, spec)
     (aborted,) = live_routes()
