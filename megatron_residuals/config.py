@@ -87,6 +87,12 @@ class ResidualConfig:
         "(for bringing up a new cluster; costs a small message and a wait for each)",
         binds=False,
     )
+    connect_early: bool = option(
+        False,
+        "have neighbouring pipeline ranks exchange a number when the model is built: NCCL then "
+        "allocates what it needs for messages before the first step, not in the midst of it",
+        binds=False,
+    )
     log_interval: int = option(
         0,
         "record what the mechanism does in every K-th step and write it to a JSON lines file, and "

@@ -32,6 +32,8 @@ OLDEST = {
 UNTESTED = {"megatron-core": "0.20"}
 # Megatron-Core from this release on loads checkpoints with an option that torch has from 2.7 on.
 NEWER_TORCH_FROM_HOST, NEWER_TORCH = "0.18", "2.7"
+# From here on, ranks that make a process group without the others give it the same name.
+ALIKE_NAMES_TORCH = "2.14"
 
 
 def specifier(package: str) -> str:
@@ -57,6 +59,11 @@ def host_needs_newer_torch(host: str, torch: str) -> bool:
     """Whether this release of Megatron-Core cannot load its checkpoints with this torch."""
     is_newer_host = _release(host) >= _release(NEWER_TORCH_FROM_HOST)
     return is_newer_host and _release(torch) < _release(NEWER_TORCH)
+
+
+def names_groups_alike(torch: str) -> bool:
+    """Whether the members of a process group can make it by themselves with this torch."""
+    return _release(torch) >= _release(ALIKE_NAMES_TORCH)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "kernels": st.sampled_from(["auto", "torch", "triton", "fla", "liger"]),
     "two_phase": st.sampled_from(["auto", "on", "off"]),
     "check_messages": st.booleans(),
+    "connect_early": st.booleans(),
     "log_interval": st.integers(0, 10**6),
     "log_image_interval": st.none() | st.integers(0, 10**6),
 }
@@ -251,6 +252,7 @@ OTHER = {
     "kernels": "torch",
     "two_phase": "off",
     "check_messages": True,
+    "connect_early": True,
     "log_interval": 10,
     "log_image_interval": 100,
 }
@@ -264,6 +266,7 @@ READERS = {
     "kernels": set(MECHANISMS),
     "two_phase": {"attnres", "block_attnres"},
     "check_messages": set(MECHANISMS),
+    "connect_early": set(MECHANISMS),
     "log_interval": set(MECHANISMS),
     "log_image_interval": set(MECHANISMS),
     **{name: {name.split("_")[0]} for name in OTHER if name.startswith(("hc_", "mhc_"))},

@@ -8,20 +8,26 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import create_group
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import stage_layout
-from megatron_residuals.pipeline.plan import TransferPlan
+from megatron_residuals.pipeline.messages import Message
+from megatron_residuals.pipeline.plan import Boundary, TransferPlan
 from megatron_residuals.transport.message_order import MessageOrder, ScheduleTable, Walk
 from megatron_residuals.transport.preflight import Agreement
 from megatron_residuals.transport.step import PipelineStep
-from megatron_residuals.transport.wire import Wire, open_wire
+from megatron_residuals.transport.wire import Lane, Parcel, Wire, open_wire
 
 # Where the schedules, which know a model's config object alone, find the route of the model.
 ATTRIBUTE = "_megatron_residuals_route"
-# Routes whose model exists: a chunk with a config of its own looks here for that of its model.
-_live: weakref.WeakSet[Route] = weakref.WeakSet()
+# Routes whose model exists: a chunk with a config of its own looks here for that of its model. By
+# the group of the world: what an attempt to train leaves behind, its traceback say, is not of the
+# next one.
+_live: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Route]]
+_live = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -48,11 +54,34 @@ class Route:
     step: PipelineStep = field(init=False)
 
     def __post_init__(self) -> None:
-        self.agreement = Agreement(self.residual, self.plan, self.serial)
+        wire = "" if self.wire is None else self.wire.name
+        self.agreement = Agreement(self.residual, self.plan, f"{wire}/{self.serial}")
         self.step = self._new_step(Walk(0, 0, False), ())
 
     def _new_step(self, walk: Walk, table: ScheduleTable) -> PipelineStep:
         return PipelineStep(walk, MessageOrder(self.plan.layout, self.rank, table))
+
+    def connect(self, *, batched: bool) -> None:
+        """Exchange a number over every hop of this rank, posted as the messages of a step will be.
+
+        Communicators of NCCL are made, and their buffers allocated, by the first message.
+
+        Raises:
+            RuntimeError: a neighbour did not come.
+        """
+        hops = self.plan.boundaries
+        ahead = next((hop for hop in hops if hop.sender_rank == self.rank), None)
+        behind = next((hop for hop in hops if hop.receiver_rank == self.rank), None)
+
+        def parcel(lane: Lane, hop: Boundary | None) -> Parcel | None:
+            number = torch.zeros(1, device=torch.cuda.current_device())
+            return hop and Parcel(Message(lane.direction, hop.stage, 0), number)
+
+        forward, backward = self.wire.forward, self.wire.backward
+        for lane, to, source in ((forward, ahead, behind), (backward, behind, ahead)):
+            due = lane.exchange(parcel(lane, to), parcel(lane, source), batched=batched)
+            for delivery in filter(None, due):
+                delivery.wait()
 
     def begin_step(self, walk: Walk, table: ScheduleTable) -> None:
         """Start a step, whose passes have the order of the table, with nothing of the last one."""
@@ -102,7 +131,7 @@ def route_for(
         ValueError: another block of this model was built with a different residual configuration.
     """
     num_ranks = pp_group.size()
-    wire = open_wire(pp_group) if num_ranks > 1 else None
+    wire = open_wire(pp_group, create_group) if num_ranks > 1 else None
     route = None if wire is None else route_of(config) or _route_without(chunk, wire)
     if route is None or route.residual != residual:
         if route is not None and len(route.blocks) > 0:
@@ -114,7 +143,9 @@ def route_for(
         serial = 0 if wire is None else next(wire.serials)
         plan = plan_transfer(residual, config, num_ranks)
         route = Route(residual, plan, pp_group.rank(), wire, serial)
-        _live.add(route)
+        _of_this_world().add(route)
+        if wire is not None and residual.connect_early:
+            route.connect(batched=config.batch_p2p_comm)
     setattr(config, ATTRIBUTE, route)
     return route
 
@@ -127,7 +158,11 @@ def _route_without(chunk: int, wire: Wire | None) -> Route | None:
     if chunk == 0:
         return None
     chunks = set(range(chunk))
-    begun = [r for r in _live if r.wire is wire and {b.vp_stage or 0 for b in r.blocks} == chunks]
+    begun = [
+        route
+        for route in _of_this_world()
+        if route.wire is wire and {block.vp_stage or 0 for block in route.blocks} == chunks
+    ]
     return max(begun, key=lambda route: route.serial, default=None)
 
 
@@ -137,5 +172,9 @@ def route_of(config: Any) -> Route | None:
 
 
 def live_routes() -> list[Route]:
-    """Routes of the models that exist in this process."""
-    return list(_live)
+    """Routes of the models that exist in this process, since torch.distributed was started last."""
+    return list(_of_this_world()) if dist.is_initialized() else []
+
+
+def _of_this_world() -> weakref.WeakSet[Route]:
+    return _live.setdefault(dist.group.WORLD, weakref.WeakSet())

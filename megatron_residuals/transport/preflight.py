@@ -75,17 +75,17 @@ class Agreement:
     """What a rank of one model and its neighbours in the ring of pipeline ranks agreed on last.
 
     Args:
-        serial: which model of this process it is; the same number on all ranks.
+        model: a name of the model on this pipeline, the same on all of its ranks.
     """
 
-    def __init__(self, residual: ResidualConfig, plan: TransferPlan, serial: int) -> None:
+    def __init__(self, residual: ResidualConfig, plan: TransferPlan, model: str) -> None:
         self._model: Terms = {
             "version": __version__,
             "residual": str(residual),
             "layers_per_stage": list(plan.layout.layers),
             "rows": {str(boundary.stage): boundary.rows for boundary in plan.boundaries},
         }
-        self._serial, self._number = serial, 0
+        self._name, self._number = model, 0
         self._agreed: tuple[Walk, Payloads] | None = None
 
     def renew(self, pp_group: dist.ProcessGroup, walk: Walk, payloads: Payloads) -> None:
@@ -119,7 +119,7 @@ class Agreement:
         self._agreed = (walk, payloads)
 
     def _key(self, rank: int, number: int) -> str:
-        return f"megatron_residuals/{self._serial}/{number}/{rank}"
+        return f"megatron_residuals/{self._name}/{number}/{rank}"
 
     def _read(self, store: Store, rank: int, neighbour: int) -> Terms:
         key = self._key(rank, self._number)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from megatron_residuals.pipeline.messages import (
     Verb,
 )
 from megatron_residuals.transport import preflight
+from megatron_residuals.versions import names_groups_alike
 
 
 class Parcel(NamedTuple):
@@ -134,10 +135,31 @@ class Lane:
         return self.destination if verb == SEND else self.source
 
 
+class NewGroup(Protocol):
+    """What makes a process group: ``torch.distributed.new_group``, or the host's form of it."""
+
+    def __call__(
+        self,
+        ranks: list[int],
+        *,
+        timeout: timedelta | None,
+        backend: str,
+        use_local_synchronization: bool,
+        group_desc: str,
+    ) -> dist.ProcessGroup:
+        """The group of some ranks; called by these alone if it is synchronized locally."""
+        ...
+
+
 @dataclass(frozen=True)
 class Wire:
-    """Both directions of travel, and numbers for the models that use them."""
+    """Both directions of travel, and numbers for the models that use them.
 
+    Attributes:
+        name: on all ranks of the pipeline the same, and of no other wire of the world.
+    """
+
+    name: str
     forward: Lane
     backward: Lane
     serials: Iterator[int] = field(default_factory=itertools.count)
@@ -149,57 +171,95 @@ _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Wire]
 _wires = weakref.WeakKeyDictionary()
 
 
-def open_wire(pp_group: dist.ProcessGroup) -> Wire:
-    """The wire of a pipeline group, made on first use. Collective over all ranks of the world."""
+def open_wire(pp_group: dist.ProcessGroup, new_group: NewGroup = dist.new_group) -> Wire:
+    """The wire of a pipeline group, made on first use. Collective over all ranks of the world.
+
+    Args:
+        new_group: makes its process groups; the host's own way, where it keeps a list of them.
+
+    Raises:
+        RuntimeError: some ranks did not come within ten minutes; names them.
+    """
     wires = _wires.setdefault(dist.group.WORLD, {})
     members = tuple(dist.get_process_group_ranks(pp_group))
     if members not in wires:
         preflight.meet(len(wires))
-        wires[members] = _make_wire(pp_group, members)
+        wires[members] = _make_wire(pp_group, members, new_group)
     return wires[members]
 
 
-def _make_wire(pp_group: dist.ProcessGroup, members: tuple[int, ...]) -> Wire:
-    new_group = _group_maker(pp_group, members)
+def _make_wire(pp_group: dist.ProcessGroup, members: tuple[int, ...], new_group: NewGroup) -> Wire:
+    make = _group_maker(pp_group, members, new_group)
     size, rank = pp_group.size(), pp_group.rank()
     ahead, behind = (rank + 1) % size, (rank - 1) % size
 
-    def lane(direction: Direction, destination: int, source: int) -> Lane:
-        of_even_senders = new_group()
-        of_odd_senders = new_group() if size == 2 else of_even_senders
-        groups = (of_even_senders, of_odd_senders)
+    def groups(direction: Direction) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """What carries the messages of even and of odd senders."""
+        description = f"RESIDUAL_{direction.upper()}"
+        if size == 2:
+            return make(f"{description}_OF_EVEN"), make(f"{description}_OF_ODD")
+        return (make(description),) * 2
+
+    def lane(
+        direction: Direction, of_senders: Sequence[dist.ProcessGroup], destination: int, source: int
+    ) -> Lane:
         return Lane(
             direction,
-            send_group=groups[rank % 2],
-            receive_group=groups[source % 2],
+            send_group=of_senders[rank % 2],
+            receive_group=of_senders[source % 2],
             destination=members[destination],
             source=members[source],
             sends_first=rank % 2 == 0,
         )
 
-    return Wire(lane(FORWARD, ahead, behind), lane(BACKWARD, behind, ahead))
+    forward, backward = groups(FORWARD), groups(BACKWARD)
+    return Wire(
+        forward[0].group_name,
+        lane(FORWARD, forward, ahead, behind),
+        lane(BACKWARD, backward, behind, ahead),
+    )
 
 
 def _group_maker(
-    pp_group: dist.ProcessGroup, members: tuple[int, ...]
-) -> Callable[[], dist.ProcessGroup]:
-    """A function that makes one more process group over the members of every pipeline group.
-
-    All ranks of the world have to name all new groups in the same order, so they first tell each
-    other which pipeline groups there are.
-    """
-    gathered: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, members)
-    every_group = sorted({ranks for ranks in gathered if ranks is not None})
+    pp_group: dist.ProcessGroup, members: tuple[int, ...], new_group: NewGroup
+) -> Callable[[str], dist.ProcessGroup]:
+    """A function that makes one more process group over the members of a pipeline."""
+    alone = _members_suffice()
+    every_group = [members] if alone else _every_pipeline(members)
     backend, timeout = dist.get_backend(pp_group), _timeout(pp_group)
 
-    def new_group() -> dist.ProcessGroup:
+    def make(description: str) -> dist.ProcessGroup:
         made = [
-            dist.new_group(list(ranks), backend=backend, timeout=timeout) for ranks in every_group
+            new_group(
+                list(ranks),
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=alone,
+                group_desc=description,
+            )
+            for ranks in every_group
         ]
         return made[every_group.index(members)]
 
-    return new_group
+    return make
+
+
+def _members_suffice() -> bool:
+    """Whether ranks can make a group without those that are not in it.
+
+    Older releases of torch name such a group by the number of groups its maker is in, of which a
+    first stage has more than a middle one. A world that is bound to a device splits its NCCL
+    communicator for every group, which needs all of its ranks.
+    """
+    is_bound = dist.group.WORLD.bound_device_id is not None
+    return names_groups_alike(torch.__version__) and not is_bound
+
+
+def _every_pipeline(members: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The ranks of each pipeline group: what all have to name, in the same order."""
+    gathered: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, members)
+    return sorted({ranks for ranks in gathered if ranks is not None})
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

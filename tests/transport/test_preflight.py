@@ -37,7 +37,7 @@ class CountingStore:
 
 def agreement_over(layers: tuple[int, ...] = (2, 2)) -> Agreement:
     plan = TransferPlan.for_streams(StageLayout(2, 1, layers), 3)
-    return Agreement(ResidualConfig(mechanism="mhc", streams=3), plan, serial=0)
+    return Agreement(ResidualConfig(mechanism="mhc", streams=3), plan, "model")
 
 
 def renew(walks: Sequence[tuple[Walk, Walk]]) -> list[list[str]]:
@@ -48,7 +48,7 @@ def renew(walks: Sequence[tuple[Walk, Walk]]) -> list[list[str]]:
         agreement.renew(dist.group.WORLD, by_rank[dist.get_rank()], PAYLOADS)
         asked.append(store.calls)
         store.calls = []
-    keys = [f"megatron_residuals/0/{number}/{dist.get_rank()}" for number in range(4)]
+    keys = [f"megatron_residuals/model/{number}/{dist.get_rank()}" for number in range(4)]
     return [*asked, [key for key in keys if store.check([key])]]
 
 
@@ -58,7 +58,7 @@ def test_the_store_is_asked_when_terms_change_and_never_keeps_more_than_two_of_t
         first = ["set", "wait", "get"]
         again = [*first, "delete_key"]
         assert asked == [first, [], again, [], again]
-        assert kept == ["megatron_residuals/0/2/" + kept[0][-1]]
+        assert kept == ["megatron_residuals/model/2/" + kept[0][-1]]
 
 
 def test_ranks_that_change_to_different_terms_both_refuse_the_step() -> None:

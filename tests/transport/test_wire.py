@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from megatron_residuals.pipeline.messages import BACKWARD, FORWARD, RECEIVE, Message
 from megatron_residuals.testing import RankFailure, run_ranks
+from megatron_residuals.transport import preflight, wire
 from megatron_residuals.transport.late import Inbox
 from megatron_residuals.transport.wire import Parcel, open_wire
+from megatron_residuals.versions import names_groups_alike
 
 
 def groups_of_lanes() -> list[tuple[str, int, str, int]]:
@@ -48,6 +50,76 @@ def test_directions_share_no_group_and_at_two_ranks_senders_do_not_either(
     assert len(carried) == num_groups
     if num_ranks == 2:
         assert all(len(hops) == 1 for hops in carried.values())
+
+
+class CountedStore:
+    """A store of which the other ranks have asked already what this one is about to ask."""
+
+    def __init__(self, others: int) -> None:
+        self._store, self._others, self.calls = dist.HashStore(), others, []
+
+    def add(self, key: str, amount: int) -> int:
+        self.calls.append("add")
+        return self._others + amount
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self._store, name)
+
+
+def calls_to_open_a_wire(
+    world: int, pp: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[tuple[list[int], bool, str]]]:
+    """What a rank of a world asks of the store, and the groups that it names."""
+    store, named = CountedStore(world - 1), []
+
+    def new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+        local, description = options["use_local_synchronization"], options["group_desc"]
+        named.append((ranks, local, description))
+        return dist.new_group(ranks, **options)
+
+    def gather(gathered: list[Any], members: tuple[int, ...]) -> None:
+        store.calls.append("all_gather_object")
+        apart = world // pp
+        gathered[:] = [tuple(range(rank % apart, world, apart)) for rank in range(world)]
+
+    monkeypatch.setattr(preflight, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    dist.init_process_group("fake", rank=0, world_size=world, store=dist.HashStore())
+    try:
+        open_wire(dist.new_group(range(0, world, world // pp)), new_group)
+    finally:
+        dist.destroy_process_group()
+    return store.calls, named
+
+
+# Every rank once named the groups of all pipelines, 512 of them in a world of 4,096, behind a
+# gathering over that world.
+@pytest.mark.skipif(not names_groups_alike(torch.__version__), reason="all ranks name all groups")
+def test_a_rank_of_4096_names_no_more_groups_than_one_of_eight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for world, pp in ((8, 4), (8, 2), (128, 4), (512, 8), (2048, 16), (4096, 16), (4096, 2)):
+        asked, named = calls_to_open_a_wire(world, pp, monkeypatch)
+        assert asked == ["set", "add", "set", "wait"]
+        assert len(named) == (4 if pp == 2 else 2)
+        assert len({description for *_, description in named}) == len(named)
+        mine = list(range(0, world, world // pp))
+        assert all(ranks == mine and local for ranks, local, _ in named)
+
+
+# A communicator of NCCL that is split from the world's, and names of older releases of torch, need
+# every rank of the world.
+def test_where_members_do_not_suffice_all_ranks_name_all_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "names_groups_alike", lambda version: False)
+    asked, named = calls_to_open_a_wire(8, 4, monkeypatch)
+    assert asked[-1] == "all_gather_object"
+    assert [(ranks, local) for ranks, local, _ in named] == [
+        ([0, 2, 4, 6], False),
+        ([1, 3, 5, 7], False),
+    ] * 2
 
 
 def wait_for_a_stopped_neighbour(late: bool) -> str:

@@ -32,7 +32,7 @@ from megatron_residuals.diagnostics.probes import probe_for
 from megatron_residuals.diagnostics.recorder import Reader, StageRecorder, StepSums, Visit
 from megatron_residuals.diagnostics.records import Record, series_of
 from megatron_residuals.mcore.block import ResidualTransformerBlock
-from megatron_residuals.mcore.route import Route
+from megatron_residuals.mcore.route import Route, live_routes
 from megatron_residuals.mcore.training.publish import Publisher
 from megatron_residuals.pipeline.messages import Direction
 
@@ -164,6 +164,9 @@ class Monitor:
         self, iteration: int, losses: Mapping[str, Any], figures: Mapping[str, Any]
     ) -> Record | None:
         """End a step; see the function of this name."""
+        if self._route not in live_routes():  # torch.distributed was started again since
+            self._set_armed(False)
+            return None
         if losses and self._rank == self._world - 1:
             self._losses[iteration] = dict(losses)
         record = self._finish(iteration, figures) if self._armed else None
