@@ -15,6 +15,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_residuals.cpu_host import mixer_kernels
 
@@ -36,7 +37,7 @@ def supply_mixer_kernels() -> str:
         mamba_mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
         importlib.import_module("megatron.core.ssm.gated_delta_net")
     # Triton kernels of the host's own, with PyTorch beside them for one token at a time.
-    mamba_mixer.selective_state_update = mamba_mixer.causal_conv1d_update = None
+    vars(mamba_mixer).update(selective_state_update=None, causal_conv1d_update=None)
     packages = ", ".join(f"{name} ({_presence(name)})" for name in ("mamba_ssm", "fla"))
     return f"kernels of Mamba and Gated DeltaNet: plain PyTorch instead of {packages}"
 
@@ -47,12 +48,12 @@ def _stand_ins() -> Iterator[None]:
     names = [name for name in sys.modules if name.split(".")[0] in ("mamba_ssm", "fla")]
     former = {name: sys.modules.pop(name) for name in names}
     hidden = {"causal_conv1d": sys.modules.get("causal_conv1d")}
-    ours = _modules()
-    sys.modules.update(ours, causal_conv1d=None)
+    ours: dict[str, Any] = {**_modules(), "causal_conv1d": None}
+    sys.modules.update(ours)
     try:
         yield
     finally:
-        for name in (*ours, "causal_conv1d"):
+        for name in ours:
             del sys.modules[name]
         sys.modules.update(former)
         sys.modules.update({name: module for name, module in hidden.items() if module})

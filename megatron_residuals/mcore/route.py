@@ -19,7 +19,7 @@ from megatron_residuals.pipeline.plan import Boundary, TransferPlan
 from megatron_residuals.transport.message_order import MessageOrder, ScheduleTable, Walk
 from megatron_residuals.transport.preflight import Agreement
 from megatron_residuals.transport.step import PipelineStep
-from megatron_residuals.transport.wire import Lane, Parcel, Wire, open_wire
+from megatron_residuals.transport.wire import Lane, Parcel, Wire, open_wire, world
 
 # Where the schedules, which know a model's config object alone, find the route of the model.
 ATTRIBUTE = "_megatron_residuals_route"
@@ -69,13 +69,14 @@ class Route:
         Raises:
             RuntimeError: a neighbour did not come.
         """
+        assert self.wire is not None, "one pipeline rank has no neighbour"
         hops = self.plan.boundaries
         ahead = next((hop for hop in hops if hop.sender_rank == self.rank), None)
         behind = next((hop for hop in hops if hop.receiver_rank == self.rank), None)
 
         def parcel(lane: Lane, hop: Boundary | None) -> Parcel | None:
             number = torch.zeros(1, device=torch.cuda.current_device())
-            return hop and Parcel(Message(lane.direction, hop.stage, 0), number)
+            return None if hop is None else Parcel(Message(lane.direction, hop.stage, 0), number)
 
         forward, backward = self.wire.forward, self.wire.backward
         for lane, to, source in ((forward, ahead, behind), (backward, behind, ahead)):
@@ -177,4 +178,4 @@ def live_routes() -> list[Route]:
 
 
 def _of_this_world() -> weakref.WeakSet[Route]:
-    return _live.setdefault(dist.group.WORLD, weakref.WeakSet())
+    return _live.setdefault(world(), weakref.WeakSet())

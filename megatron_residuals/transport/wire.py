@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -171,7 +171,16 @@ _wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Wire]
 _wires = weakref.WeakKeyDictionary()
 
 
-def open_wire(pp_group: dist.ProcessGroup, new_group: NewGroup = dist.new_group) -> Wire:
+_new_group = cast(NewGroup, dist.new_group)  # of its members an object, of other ranks a number
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks, of the torch.distributed that runs now."""
+    assert dist.group.WORLD is not None, "torch.distributed runs"
+    return dist.group.WORLD
+
+
+def open_wire(pp_group: dist.ProcessGroup, new_group: NewGroup = _new_group) -> Wire:
     """The wire of a pipeline group, made on first use. Collective over all ranks of the world.
 
     Args:
@@ -180,7 +189,7 @@ def open_wire(pp_group: dist.ProcessGroup, new_group: NewGroup = dist.new_group)
     Raises:
         RuntimeError: some ranks did not come within ten minutes; names them.
     """
-    wires = _wires.setdefault(dist.group.WORLD, {})
+    wires = _wires.setdefault(world(), {})
     members = tuple(dist.get_process_group_ranks(pp_group))
     if members not in wires:
         preflight.meet(len(wires))
@@ -251,7 +260,7 @@ def _members_suffice() -> bool:
     first stage has more than a middle one. A world that is bound to a device splits its NCCL
     communicator for every group, which needs all of its ranks.
     """
-    is_bound = dist.group.WORLD.bound_device_id is not None
+    is_bound = world().bound_device_id is not None
     return names_groups_alike(torch.__version__) and not is_bound
 
 

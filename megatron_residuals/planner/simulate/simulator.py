@@ -134,7 +134,7 @@ def simulate(scheme: Scheme, cluster: Cluster, budget_bytes: int | None = None) 
     costs = PassCosts(
         memory.layout, scheme.residual, memory.sizes, cluster.rates, prediction.policy
     )
-    steps = [
+    with_links, free = (
         step_s(
             memory.layout,
             memory.num_microbatches,
@@ -142,8 +142,8 @@ def simulate(scheme: Scheme, cluster: Cluster, budget_bytes: int | None = None) 
             _player(scheme, costs, cluster, network),
         )
         for network in (cluster.network, NO_COST)
-    ]
-    return Result(scheme, costs, cluster, *steps, prediction)
+    )
+    return Result(scheme, costs, cluster, with_links, free, prediction)
 
 
 def _player(
