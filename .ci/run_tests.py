@@ -92,15 +92,14 @@ def announce(name: str) -> None:
     print(f"\n===== {name} =====", flush=True)
 
 
-def lint() -> Outcome:
-    """ruff's rules and its formatting, both always run."""
-    announce("ruff")
+def run_tool(name: str, *commands: str) -> Outcome:
+    """A tool that reads the sources, each of its commands whatever the others find."""
+    announce(name)
     began = time.monotonic()
-    commands = (["check", "."], ["format", "--check", "."])
-    ruff = [sys.executable, "-m", "ruff"]
-    codes = [subprocess.run([*ruff, *command], cwd=ROOT).returncode for command in commands]
+    tool = [sys.executable, "-m", name]
+    codes = [subprocess.run([*tool, *command.split()], cwd=ROOT).returncode for command in commands]
     result = "FAILED" if any(codes) else "ok"
-    return Outcome("ruff", result, seconds=time.monotonic() - began)
+    return Outcome(name, result, seconds=time.monotonic() - began)
 
 
 def read_counts(report: Path) -> tuple[int, int, int]:
@@ -196,7 +195,9 @@ def main() -> int:
     args = ["-n", options.workers, "--dist", "loadfile", *options.pytest_args]
 
     newest = version("megatron-core")
-    outcomes = [lint()]
+    outcomes = [run_tool("ruff", "check .", "format --check .")]
+    if not options.fast:
+        outcomes.append(run_tool("mypy", "megatron_residuals"))
     env = environment(MEGATRON_RESIDUALS_EXPECTED_HOST=newest)
     chosen = FAST_TESTS if options.fast else []
     outcomes.append(run_pytest(f"megatron-core {newest}", Path(sys.executable), chosen + args, env))

@@ -322,63 +322,6 @@ def test_importing_the_package_loads_neither_torch_nor_megatron_nor_anything_els
     assert (run.stdout.strip(), run.stderr) == ("['megatron_residuals']", "")
 
 
-def documented_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Public functions and classes, and the public methods of classes that inherit from nothing.
-
-    A method of a subclass may be an override, documented where it is first defined, and a method
-    of one statement says itself what it does.
-    """
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for node in tree.body:
-        if not isinstance(node, definitions) or node.name.startswith("_"):
-            continue
-        yield node.name, node
-        if isinstance(node, ast.ClassDef) and not node.bases:
-            for method in node.body:
-                if not isinstance(method, definitions) or method.name.startswith("_"):
-                    continue
-                if len(method.body) > 1 or isinstance(method, ast.ClassDef):
-                    yield f"{node.name}.{method.name}", method
-
-
-def test_every_file_and_public_name_says_what_it_is_for() -> None:
-    faults = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree, where = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
-        if not ast.get_docstring(tree):
-            faults.append(f"{where}: no docstring")
-        for name, node in documented_nodes(tree):
-            if not ast.get_docstring(node):
-                faults.append(f"{where}:{node.lineno}: {name} has no docstring")
-    assert not faults, lines(faults)
-
-
-def missing_annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    arguments = [*node.args.posonlyargs, *node.args.args]
-    if arguments and arguments[0].arg in ("self", "cls"):
-        del arguments[0]
-    arguments += [*node.args.kwonlyargs]
-    arguments += [extra for extra in (node.args.vararg, node.args.kwarg) if extra is not None]
-    missing = [argument.arg for argument in arguments if argument.annotation is None]
-    return missing + (["return"] if node.returns is None else [])
-
-
-def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Triton compiles it for the types that come; its annotations mean something else."""
-    return any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
-
-
-def test_every_signature_of_the_package_is_annotated() -> None:
-    faults = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_kernel(node):
-                if missing := missing_annotations(node):
-                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
-                    faults.append(f"{where}: {node.name} lacks {', '.join(missing)}")
-    assert not faults, lines(faults)
-
-
 def test_no_file_is_longer_than_400_lines_and_each_names_its_licence() -> None:
     faults = []
     header = re.compile(

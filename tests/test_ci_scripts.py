@@ -174,7 +174,7 @@ def test_the_last_line_is_the_plain_total_and_a_failure_fails_the_whole(
         return runner.Outcome(name, "FAILED" if failed else "ok", 10, failed, 3)
 
     monkeypatch.setattr(runner, "run_pytest", run_pytest)
-    monkeypatch.setattr(runner, "lint", lambda: runner.Outcome("ruff", "ok"))
+    monkeypatch.setattr(runner, "run_tool", lambda name, *_: runner.Outcome(name, "ok"))
     monkeypatch.setattr(runner, "OLDEST_PYTHON", Path("/nowhere/python"))
     monkeypatch.setattr(sys, "argv", ["run_tests.py", "--hosts", "0.16.1", "0.18.2"])
     assert runner.main() == 1

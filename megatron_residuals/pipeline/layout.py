@@ -99,10 +99,12 @@ class StageLayout:
 
     @property
     def num_stages(self) -> int:
+        """Virtual stages of all ranks."""
         return len(self.layers)
 
     @property
     def num_layers(self) -> int:
+        """Layers of all stages."""
         return sum(self.layers)
 
     def rank(self, g: int) -> int:
@@ -128,6 +130,7 @@ class StageLayout:
 
     @property
     def num_sublayers(self) -> int:
+        """Sublayers of all stages."""
         return self._starts[-1]
 
     @property

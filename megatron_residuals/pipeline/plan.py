@@ -146,18 +146,22 @@ class TransferPlan:
 
     @cached_property
     def rows_full(self) -> int:
+        """``rows`` with full transport."""
         return self.with_transport("full").rows
 
     @cached_property
     def rows_delta(self) -> int:
+        """``rows`` with delta transport."""
         return self.with_transport("delta").rows
 
     @cached_property
     def max_rows_full(self) -> int:
+        """``max_rows`` with full transport."""
         return self.with_transport("full").max_rows
 
     @cached_property
     def max_rows_delta(self) -> int:
+        """``max_rows`` with delta transport."""
         return self.with_transport("delta").max_rows
 
     @cached_property
@@ -247,6 +251,7 @@ class TransferPlan:
         }
 
     def to_json(self) -> str:
+        """``to_dict`` as text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod

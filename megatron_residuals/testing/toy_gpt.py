@@ -96,6 +96,7 @@ class ToyGPT:
 
     @property
     def world_size(self) -> int:
+        """Ranks of all kinds of parallelism."""
         return self.tp * self.pp * self.dp * self.cp
 
 

@@ -144,4 +144,5 @@ class Draw:
         self._device, self._generator = device, torch.Generator().manual_seed(17)
 
     def __call__(self, *shape: int) -> Tensor:
+        """The next of a shape."""
         return torch.randn(shape, generator=self._generator).to(self._device)
