@@ -18,11 +18,28 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_timeout
 
+from tests.covering import each_value_once
+
 if TYPE_CHECKING:
     from tests.scripts import Scripts
 
 SCRIPTS = pytest.StashKey["Scripts"]()
 BEGAN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of a test with parameters only as many cases as meet each value of every one"
+    parser.addoption("--each-value-once", action="store_true", help=text)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin out products, if asked to: what a case adds to its test, one release shows as well."""
+    if not config.getoption("--each-value-once"):
+        return
+    kept = set(each_value_once(items))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_configure(config: pytest.Config) -> None:

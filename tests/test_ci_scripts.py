@@ -46,7 +46,6 @@ def run_setup(folder: Path, env: dict[str, str], *args: str) -> tuple[int, list[
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     return run.returncode, (run.stdout + run.stderr).splitlines()
 

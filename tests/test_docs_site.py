@@ -27,7 +27,6 @@ def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Comple
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 

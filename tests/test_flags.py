@@ -147,7 +147,6 @@ def test_wrong_flags_are_found_before_any_heavy_import_and_said_in_one_line(tmp_
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr

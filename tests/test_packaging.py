@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     shutil.copytree(ROOT / "megatron_residuals", source / "megatron_residuals", ignore=no_caches)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps"]
     command += ["--no-build-isolation", "--wheel-dir", str(built), str(source)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     (path,) = built.glob("*.whl")
     return zipfile.ZipFile(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import os
 import re
@@ -26,6 +27,7 @@ import pytest
 
 from megatron_residuals.cli import build_parser
 from megatron_residuals.flags import add_residual_arguments, config_from_args
+from megatron_residuals.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -83,7 +85,7 @@ def commands_of(block: Block) -> list[Command]:
 
 
 class Shell:
-    """Runs commands in the repository with this Python's tools first on PATH."""
+    """Runs commands in the repository with this Python's tools first on PATH, each once."""
 
     def __init__(self, folder: Path) -> None:
         tools = Path(sys.executable).parent
@@ -96,8 +98,9 @@ class Shell:
         path = os.pathsep.join((str(folder), str(tools), os.environ["PATH"]))
         self.env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
         self.env["PREDICT"] = "0"  # what a dry run adds to the command has tests of its own
+        self.run = functools.cache(self._run)
 
-    def run(self, *words: str, cwd: Path = ROOT, **variables: str) -> str:
+    def _run(self, *words: str, cwd: Path = ROOT, **variables: str) -> str:
         """Standard output; an AssertionError with everything it printed if it fails."""
         run = subprocess.run(
             words,
@@ -106,7 +109,6 @@ class Shell:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=100,
         )
         assert run.returncode == 0, f"{shlex.join(words)}\n{run.stdout}{run.stderr}"
         return run.stdout
@@ -264,8 +266,7 @@ def test_python_blocks_import_what_exists_and_run_if_marked(block: Block, shell:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")
     if block.info == "python run":
-        on_cpu = "from megatron_residuals import cpu_host; cpu_host.install()\n"
-        shell.run(sys.executable, "-W", "ignore", "-c", on_cpu + block.text, OMP_NUM_THREADS="1")
+        run_ranks(1, exec, compile(tree, where, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("block", named("diff"))

@@ -240,7 +240,6 @@ def test_without_torch_and_megatron_it_says_what_to_install() -> None:
         env={"PYTHONPATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert "  torch               not installed\n" in done.stdout

@@ -385,6 +385,6 @@ def test_without_megatron_the_command_says_what_else_there_is() -> None:
         "sys.exit(main(['memory', '--gpus', '8', '--', 'train.py']))\n"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "Install megatron-core of at least 0.17" in done.stderr

@@ -176,4 +176,4 @@ def test_it_needs_neither_torch_nor_megatron() -> None:
         f"sys.exit(main({shlex.split(SMALL)!r}))\n"
     )
     command = [sys.executable, "-c", script]
-    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -101,7 +101,6 @@ def test_a_real_run_of_wandb_takes_numbers_and_pictures(tmp_path: Path) -> None:
         env={**env, "WANDB_SILENT": "true"},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     (record,) = tmp_path.rglob("offline-run-*/run-*.wandb")

@@ -25,7 +25,6 @@ def test_every_launch_compiles_once_for_any_number_of_tokens(tmp_path: Path) -> 
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert [line.rpartition(":")[0] for line in run.stdout.splitlines()][3:] == [

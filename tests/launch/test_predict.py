@@ -29,7 +29,6 @@ def dry_run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         env=kept | {"PYTHON": sys.executable, "DRY_RUN": "1", "PREDICT": "0"} | variables,
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert "Traceback" not in done.stderr

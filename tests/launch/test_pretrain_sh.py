@@ -18,15 +18,14 @@ from pathlib import Path
 import pytest
 
 from examples import demo_report, prepare_data
+from tests.scripts import Order, Scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "pretrain.sh"
 MODULE = ["-m", "megatron_residuals.run"]
 
 
-def launch(
-    *arguments: str, timeout_s: float = 20, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the script with a clean environment but for the given variables."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     return subprocess.run(
@@ -34,7 +33,6 @@ def launch(
         env=kept | {"PYTHON": sys.executable} | variables,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
         check=False,
     )
 
@@ -303,21 +301,19 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_two_cpu_ranks_train_block_attnres_through_torchrun(tmp_path: Path) -> None:
+def test_two_cpu_ranks_train_block_attnres_by_the_words_behind_torchrun(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    """Without its agent, which starts the ranks of `test_rehearsal.py`."""
     pytest.importorskip("megatron.training", reason="not in the 0.16 wheel")
     prefix, run_dir = tmp_path / "data", tmp_path / "block_attnres"
     prepare_data.prepare(prefix, max_mib=1, seed=0, root=ROOT / "examples")
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    result = launch(
-        timeout_s=180,
+    words = dry_run(
         DEVICE="cpu",
         GPUS_PER_NODE="2",
         NUM_LAYERS="4",
@@ -340,14 +336,14 @@ def test_two_cpu_ranks_train_block_attnres_through_torchrun(tmp_path: Path) -> N
         RESIDUAL="block_attnres",
         RESIDUAL_OPTIONS="--residual-block-layers 1 --residual-log-interval 2",
         RUN_DIR=str(run_dir),
-        MEGATRON_RESIDUALS_LOG_DIR=str(run_dir),
         WANDB_PROJECT="test",
-        WANDB_MODE="offline",
-        WANDB_SILENT="true",
-        PYTHONPATH=os.pathsep.join(paths),
     )
-    log = result.stdout + result.stderr
-    assert result.returncode == 0, log[-4000:]
+    assert option(words, "--nproc_per_node") == "2"
+    run_dir.mkdir()
+    env = dict(MEGATRON_RESIDUALS_LOG_DIR=str(run_dir), WANDB_MODE="offline", WANDB_SILENT="true")
+    order = Order(words[words.index(MODULE[1]) - 1 :], tmp_path, 2, env, training=True)
+    status, log = scripts.run(order)
+    assert status == 0, log[-4000:]
     logged = re.findall(r"iteration +(\d)/ +3 .*lm loss: (\S+)", log)
     assert [step for step, _ in logged] == ["1", "2", "3"]
     assert all(0 < float(loss) < 2 * math.log(257) for _, loss in logged)

@@ -65,7 +65,7 @@ def settings(folder: Path) -> dict[str, str]:
     }
 
 
-def run_hosts(folder: Path, timeout_s: float) -> tuple[list[int], str]:
+def run_hosts(folder: Path) -> tuple[list[int], str]:
     """Exit statuses of two agents, and what both printed."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     env = kept | settings(folder)
@@ -82,7 +82,7 @@ def run_hosts(folder: Path, timeout_s: float) -> tuple[list[int], str]:
         for log in logs
     ]
     try:
-        statuses = [host.wait(timeout_s) for host in hosts]
+        statuses = [host.wait() for host in hosts]
     finally:
         for host in hosts:
             if host.poll() is None:
@@ -96,7 +96,7 @@ def run_hosts(folder: Path, timeout_s: float) -> tuple[list[int], str]:
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_two_hosts_train_one_pipeline_fail_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("megatron.training", reason="not in the 0.16 wheel")
-    statuses, log = run_hosts(tmp_path, timeout_s=240)
+    statuses, log = run_hosts(tmp_path)
     assert statuses == [0, 0], log[-6000:]
     assert log.count("RuntimeError: failing once, to be restarted") == 1
     assert re.search(r"successfully loaded checkpoint from .* at iteration 2\b", log)

@@ -29,7 +29,6 @@ def launch(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=30,
         check=False,
     )
 

@@ -143,7 +143,6 @@ if os.environ["RANK"] == "1":
 """
 
 
-@host
 def test_a_rank_killed_within_a_step_costs_nothing_but_the_steps_since_the_last_checkpoint(
     scripts: Scripts, spec_run: tuple[Path, Run], tmp_path: Path
 ) -> None:

@@ -169,7 +169,7 @@ def living_after_steps(toy: ToyGPT, residual: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("residual", [BLOCKS, CHECKED, "mhc()"])
 def test_nothing_grows_from_step_to_step(residual: str) -> None:
-    toy = ToyGPT(seq_length=4, hidden_size=16, **INTERLEAVED)
+    toy = ToyGPT(seq_length=4, hidden_size=16, num_microbatches=2, **INTERLEAVED)
     for counts in run_ranks(2, living_after_steps, toy, residual):
         assert counts[0][:2] == (0, 0)
         assert len(set(counts)) == 1

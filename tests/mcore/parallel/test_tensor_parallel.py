@@ -52,11 +52,11 @@ def one_process(residual: str, num_layers: int) -> Trained:
 
 
 CASES = [
-    (MHC_DSV4, "tp2"),
+    pytest.param(MHC_DSV4, "tp2", marks=pytest.mark.newest),
     (MHC_DSV4, "tp2-sp"),
-    (MHC_DSV4, "tp2-sp-pp2-dp2"),
+    pytest.param(MHC_DSV4, "tp2-sp-pp2-dp2", marks=pytest.mark.newest),
     (BLOCKS, "tp2-sp-pp2-dp2"),
-    (FULL, "tp2-sp"),
+    pytest.param(FULL, "tp2-sp", marks=pytest.mark.newest),
     (HC, "tp2-sp"),
 ]
 
