@@ -87,13 +87,7 @@ POLICIES = {
     "blocks-full-block": Policy(BLOCKS, "none", full("block", 1), [2, 1, 1, 1]),
 }
 # of each kind of policy, ours and the host's, one runs on every release
-EVERYWHERE = (
-    "mhc-mix",
-    "mhc-group-3",
-    "blocks-block+layer",
-    "mhc-full-uniform",
-    "blocks-full-block",
-)
+EVERYWHERE = "mhc-mix mhc-group-3 blocks-block+layer mhc-full-uniform blocks-full-block".split()
 POLICY_CASES = [
     pytest.param(name, marks=() if name in EVERYWHERE else pytest.mark.newest) for name in POLICIES
 ]
