@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.meter import OWN_WORK, CopyCounter, Meter
-from megatron_residuals.mcore.route import Route, plan_transfer, route_of
+from megatron_residuals.mcore.compat import stage_layout
+from megatron_residuals.mcore.route import Route, route_of
 from megatron_residuals.mcore.stage_io import _Pack
+from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.testing.residual_toy import spec_for
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel, train_step
 
@@ -135,7 +137,8 @@ class RankBench:
         """The plan made anew with all that is derived from it once, over the last metered step."""
         began = time.thread_time()
         route = self.route(name)
-        plan = plan_transfer(route.residual, self.chunks[name][0].config, self.toy.pp)
+        layout = stage_layout(self.chunks[name][0].config, self.toy.pp)
+        plan = TransferPlan.for_residual(route.residual, layout)
         plan.digest()
         for stage in range(plan.layout.num_stages):
             for source in plan.stashes(stage):

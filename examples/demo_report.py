@@ -23,6 +23,7 @@ import numpy as np
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.heatmap import draw_heatmap
 from megatron_residuals.diagnostics.journal import Journal, read
+from megatron_residuals.pipeline.layout import gpt_places
 from megatron_residuals.text import table as aligned
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def plot_depth_attention(axes: Axes, run: Run) -> None:
     """Mean weight of every source (column) in every sublayer's read (row)."""
     weights = run.depth_weights
     metric = metrics_of("block_attnres")["attnres/weights"]
-    draw_heatmap(axes, weights, metric, num_sublayers=len(weights) - 1)
+    draw_heatmap(axes, weights, metric, gpt_places(len(weights) // 2))
     axes.set_title(f"{run.title}: what each sublayer reads")
 
 

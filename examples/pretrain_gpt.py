@@ -272,8 +272,18 @@ def train_valid_test_datasets_provider(
     return datasets
 
 
-def main() -> None:
-    """Call ``megatron.training.pretrain`` the way the installed version wants it."""
+def main(
+    model_provider: Callable[..., torch.nn.Module] = model_provider,
+    config_from_args: str = "gpt_config_from_args",
+    refused_args: tuple[str, ...] = REFUSED_ARGS,
+) -> None:
+    """Call ``megatron.training.pretrain`` the way the installed version wants it.
+
+    Args:
+        model_provider: builds one pipeline stage up to 0.18.
+        config_from_args: the host's function that describes the model from 0.19 on.
+        refused_args: arguments that this script would ignore.
+    """
     train_valid_test_datasets_provider.is_distributed = True
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     call = {
@@ -289,9 +299,9 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args(args_defaults=ARGS_DEFAULTS)
-    refuse_unsupported(args, REFUSED_ARGS)
-    if hasattr(argument_utils, "gpt_config_from_args"):  # from 0.19 on
-        model_config = argument_utils.gpt_config_from_args(args)
+    refuse_unsupported(args, refused_args)
+    if hasattr(argument_utils, config_from_args):  # from 0.19 on
+        model_config = getattr(argument_utils, config_from_args)(args)
         run(argument_utils.pretrain_cfg_container_from_args(args, model_config), **call)
     else:
         container = argument_utils.pretrain_cfg_container_from_args(args)

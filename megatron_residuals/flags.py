@@ -223,50 +223,39 @@ def refuse_misspelt(words: Sequence[str]) -> None:
         raise ValueError(f"there is no flag {', '.join(faults)}; --help lists them")
 
 
-HYBRID_FLAGS = (
-    "--hybrid-layer-pattern",
-    "--hybrid-override-pattern",
-    "--is-hybrid-model",
-    "--hybrid-attention-ratio",
-    "--hybrid-mlp-ratio",
-)
-# What a script that trains another model than a GPT imports of Megatron.
+# What a script that trains another model than those we know imports of Megatron.
 OTHER_MODELS = {
-    "hybrid_builders": "hybrid",
-    "mamba_builders": "hybrid",
-    "megatron.core.models.hybrid": "hybrid",
-    "megatron.core.models.mamba": "hybrid",
     "megatron.core.models.multimodal": "multimodal",
     "megatron.core.models.vision": "vision",
     "megatron.core.models.bert": "BERT",
     "megatron.core.models.T5": "T5",
     "megatron.core.models.retro": "Retro",
 }
-GPT = ("gpt_builders", "megatron.core.models.gpt")
+KNOWN_MODELS = ("gpt_builders", "hybrid_builders", "mamba_builders") + tuple(
+    f"megatron.core.models.{name}" for name in ("gpt", "hybrid", "mamba")
+)
 
 
-def refuse_other_models(script: str | Path, words: Sequence[str]) -> None:
-    """Refuse a script that, by its arguments or its imports, trains another model than a GPT.
+def refuse_other_models(script: str | Path) -> None:
+    """Refuse a script that, by its imports, trains another model than a GPT or a hybrid one.
 
     Raises:
         ValueError: saying which model, and by what it is known.
     """
-    other = other_model(script, words)
+    other = other_model(script)
     if other is not None:
         raise ValueError(
             f"{Path(script).name} trains {other}, and the residual connection can be replaced in "
-            "GPT models only; leave the residual's flags out, or train a GPT (pretrain_gpt.py)"
+            "GPT and hybrid models only; leave the residual's flags out, or train one of them "
+            "(pretrain_gpt.py, pretrain_hybrid.py)"
         )
 
 
-def other_model(script: str | Path, words: Sequence[str]) -> str | None:
-    """The model that a script trains, and by what it is known; None for a GPT."""
-    given = [word for word in words if word.partition("=")[0] in HYBRID_FLAGS]
-    if given:
-        return f"a hybrid model ({given[0]})"
+def other_model(script: str | Path) -> str | None:
+    """The model that a script trains, and by what it is known; None for a GPT or a hybrid one."""
     imported = _imports(Path(script))
     other = next((name for name in OTHER_MODELS if _has(imported, name)), None)
-    if other is None or any(_has(imported, name) for name in GPT):
+    if other is None or any(_has(imported, name) for name in KNOWN_MODELS):
         return None
     return f"a {OTHER_MODELS[other]} model (it imports {other})"
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         residual = residual_of(script_argv)
         refuse_misspelt(script_argv)
         if residual is not None:
-            refuse_other_models(options.script, script_argv)
+            refuse_other_models(options.script)
     except ValueError as error:
         print(f"megatron_residuals.run: error: {one_line(error)}", file=sys.stderr)
         return 2

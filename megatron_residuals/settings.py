@@ -24,7 +24,9 @@ RECORD = "residual_settings"
 """Name of the module, below the decoder, whose extra state is the record in a checkpoint."""
 
 
-def settings_of(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
+def settings_of(
+    config: ResidualConfig, num_layers: int, sublayers_per_layer: int = 2
+) -> dict[str, Setting]:
     """The record of a model: every setting its weights depend on, defaults filled in.
 
     Block lengths are in sublayers (attention = 1, MLP = 1), at most the whole model; Full AttnRes
@@ -32,7 +34,7 @@ def settings_of(config: ResidualConfig, num_layers: int) -> dict[str, Setting]:
     """
     return {
         "mechanism": config.mechanism,
-        **config.entry.record(config, config.depth_map(num_layers)),
+        **config.entry.record(config, config.depth_map(num_layers, sublayers_per_layer)),
     }
 
 

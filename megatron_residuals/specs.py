@@ -43,7 +43,7 @@ def _check_command_line() -> None:
         return
     try:
         residual_of(words)
-        refuse_other_models(script, words)
+        refuse_other_models(script)
     except ValueError as error:
         print(f"{SPECS}: error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None

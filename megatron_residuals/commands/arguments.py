@@ -9,6 +9,7 @@ import dataclasses
 from typing import TypeAlias
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.pattern import pattern_layout
 from megatron_residuals.planner.sizes import ModelSizes, flash_layer_bytes
 from megatron_residuals.text import raise_faults
 
@@ -32,6 +33,11 @@ def add_layout_options(group: argparse._ArgumentGroup) -> None:
         "--layout",
         metavar="TEXT",
         help="Megatron-Core's layout string; --layers and --vpp follow from it",
+    )
+    add(
+        "--pattern",
+        metavar="TEXT",
+        help="Megatron-Core's pattern of a hybrid model, with its stages; likewise",
     )
     add(
         "--first-stage-layers",
@@ -129,21 +135,20 @@ def stage_layout(args: argparse.Namespace) -> StageLayout:
     accounted = (
         args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
     )
-    if (args.layout is not None) + uneven + accounted > 1:
+    given = (args.layout is not None) + uneven + accounted
+    if given > 1 or (args.pattern is not None and given > uneven):
         raise ValueError(
-            "more than one of --layout, --first/--last-stage-layers and "
+            "more than one of --layout, --pattern, --first/--last-stage-layers and "
             "--account-for-*-in-pipeline-split; each describes all stages, give one."
         )
     if args.layout is not None:
-        layout = StageLayout.parse(args.layout, args.pp, args.layers)
-        if args.vpp not in (None, layout.num_chunks):
-            raise ValueError(
-                f"--vpp is {args.vpp}, but --layout has {layout.num_stages} stages for {args.pp} "
-                f"ranks, which is {layout.num_chunks} chunks per rank; leave --vpp out."
-            )
-        return layout
+        return _checked(StageLayout.parse(args.layout, args.pp, args.layers), args, "--layout")
+    if args.pattern is not None:
+        first, last = args.first_stage_layers, args.last_stage_layers
+        layout = pattern_layout(args.pattern, args.pp, first=first, last=last)
+        return _checked(layout, args, "--pattern")
     if args.layers is None:
-        raise ValueError("the depth is missing; give --layers, or --layout.")
+        raise ValueError("the depth is missing; give --layers, --layout or --pattern.")
     num_chunks = 1 if args.vpp is None else args.vpp
     if uneven:
         return StageLayout.uneven(
@@ -160,6 +165,18 @@ def stage_layout(args: argparse.Namespace) -> StageLayout:
         account_for_embedding=args.account_for_embedding_in_pipeline_split,
         account_for_loss=args.account_for_loss_in_pipeline_split,
     )
+
+
+def _checked(layout: StageLayout, args: argparse.Namespace, option: str) -> StageLayout:
+    """The layout, if nothing that was given beside the option contradicts it."""
+    if args.layers not in (None, layout.num_layers):
+        raise ValueError(f"--layers is {args.layers}, but {option} has {layout.num_layers}.")
+    if args.vpp not in (None, layout.num_chunks):
+        raise ValueError(
+            f"--vpp is {args.vpp}, but {option} has {layout.num_stages} stages for {args.pp} "
+            f"ranks, which is {layout.num_chunks} chunks per rank; leave --vpp out."
+        )
+    return layout
 
 
 def model_sizes(args: argparse.Namespace, command: str) -> ModelSizes:

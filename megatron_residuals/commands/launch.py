@@ -145,10 +145,10 @@ def read_launch(
     residual = residual_of(argv)
     refuse_misspelt(argv)
     if residual is not None:
-        refuse_other_models(command.script, argv)
+        refuse_other_models(command.script)
         if "--spec" not in argv:  # as the runner does
             argv += ["--spec", SPECS, FROM_FLAGS]
-    elif (other := other_model(command.script, argv)) is not None:
+    elif (other := other_model(command.script)) is not None:
         raise ValueError(f"{command.script.name} trains {other}; only GPTs are predicted")
     with _host(command.script):
         from megatron_residuals.mcore.training import forecast, reading

@@ -81,13 +81,15 @@ def _transfer_plan(args: argparse.Namespace) -> TransferPlan:
     if args.streams is not None:
         return TransferPlan.for_streams(layout, args.streams)
     if args.block_layers is not None:
-        depth = DepthMap.from_layers(layout.num_layers, args.block_layers)
+        depth = DepthMap.from_layers(
+            layout.num_layers, args.block_layers, layout.sublayers_per_layer
+        )
     elif args.block_sublayers is None:
         raise ValueError(
             "give --block-layers, --block-sublayers, --streams or --residual, or a launch behind --"
         )
     else:
-        depth = DepthMap(layout.num_layers, args.block_sublayers)
+        depth = DepthMap(layout.num_layers, args.block_sublayers, layout.sublayers_per_layer)
     return TransferPlan.for_sources(layout, depth, args.transport)
 
 

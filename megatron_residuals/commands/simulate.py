@@ -195,7 +195,7 @@ def _schemes(args: argparse.Namespace, forecast: Forecast | None) -> list[Scheme
         )
     else:
         plan = forecast.plan
-        depth = plan.residual.depth_map(plan.layout.num_layers)
+        depth = plan.residual.depth_map(plan.layout.num_layers, plan.layout.sublayers_per_layer)
         found = schemes(
             plan.layout,
             plan.sizes,

@@ -9,30 +9,30 @@ from typing import Any, TypeAlias
 
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.metric import Metric
-from megatron_residuals.pipeline.layout import gpt_place
+from megatron_residuals.pipeline.layout import ATTENTION, MLP, Places
 
 Axes: TypeAlias = Any  # matplotlib.axes.Axes, imported where a figure is made
 
 MAX_CELLS_WITH_NUMBERS = 200
 MAX_TICKS = 24
-LABELS = ("attn", "MLP")
+LABELS = {ATTENTION: "attn", MLP: "MLP", "moe": "MoE", "mamba": "Mamba"}
 TILES_ACROSS, TILES_DOWN = 3, 4
 
 
-def sublayer_label(index: int, num_sublayers: int) -> str:
+def sublayer_label(index: int, places: Places) -> str:
     """``3 attn``, ``3 MLP`` (layers from 0), or ``output`` for the read in front of the norm."""
-    if index == num_sublayers:
+    if index == len(places):
         return "output"
-    layer, position = gpt_place(index)
-    return f"{layer} {LABELS[position]}"
+    layer, kind = places[index]
+    return f"{layer} {LABELS.get(kind, kind.upper())}"
 
 
-def source_label(source: int, num_sources: int, num_sublayers: int) -> str:
+def source_label(source: int, num_sources: int, places: Places) -> str:
     """``embedding``, ``block 2``, or in Full AttnRes the sublayer whose output a source is."""
     if source == 0:
         return "embedding"
-    is_full = num_sources == num_sublayers + 1
-    return sublayer_label(source - 1, num_sublayers) if is_full else f"block {source}"
+    is_full = num_sources == len(places) + 1
+    return sublayer_label(source - 1, places) if is_full else f"block {source}"
 
 
 def every(count: int, most: int = MAX_TICKS) -> list[int]:
@@ -40,28 +40,28 @@ def every(count: int, most: int = MAX_TICKS) -> list[int]:
     return list(range(0, count, -(-count // most)))
 
 
-def draw_heatmap(axes: Axes, rows: list[list[float]], metric: Metric, num_sublayers: int) -> None:
+def draw_heatmap(axes: Axes, rows: list[list[float]], metric: Metric, places: Places) -> None:
     """One matrix: readers downwards, sources or streams across, numbers where they have room."""
     if metric.columns == "stream pair":
-        _draw_tiles(axes, rows, num_sublayers)
+        _draw_tiles(axes, rows, places)
         return
     columns = len(rows[0])
     is_source = metric.columns == "source"
     _draw_cells(axes, rows, most=1.0 if is_source else None, spread_low=is_source)
     ticks = every(len(rows))
-    axes.set_yticks(ticks, [sublayer_label(i, num_sublayers) for i in ticks], size=8)
+    axes.set_yticks(ticks, [sublayer_label(i, places) for i in ticks], size=8)
     across = every(columns)
-    names = [source_label(j, columns, num_sublayers) for j in across]
+    names = [source_label(j, columns, places) for j in across]
     if not is_source:
         names = [f"stream {j}" for j in across]
     axes.set_xticks(across, names, rotation=40, ha="right", rotation_mode="anchor", size=8)
     if is_source:
-        growing = "" if columns == num_sublayers + 1 else "; the last of a row may still be growing"
+        growing = "" if columns == len(places) + 1 else "; the last of a row may still be growing"
         axes.set_xlabel(f"source{growing}")
     axes.set_ylabel("reading sublayer" if is_source else "sublayer")
 
 
-def _draw_tiles(axes: Axes, rows: list[list[float]], num_sublayers: int) -> None:
+def _draw_tiles(axes: Axes, rows: list[list[float]], places: Places) -> None:
     """A square matrix for each of some sublayers, from the first to the last."""
     n = math.isqrt(len(rows[0]))
     count = min(len(rows), TILES_ACROSS * TILES_DOWN)
@@ -72,7 +72,7 @@ def _draw_tiles(axes: Axes, rows: list[list[float]], num_sublayers: int) -> None
         top, left = (k // TILES_ACROSS) * (n + 1) + 1, (k % TILES_ACROSS) * (n + 1)
         for i in range(n):
             cells[top + i][left : left + n] = rows[index][n * i : n * (i + 1)]
-        label = sublayer_label(index, num_sublayers)
+        label = sublayer_label(index, places)
         axes.text(left + (n - 1) / 2, top - 0.65, label, ha="center", va="bottom", size=8)
     _draw_cells(axes, cells)
     axes.set_xticks([])
@@ -115,7 +115,7 @@ def _draw_cells(
 
 
 def heatmaps(
-    matrices: dict[str, list[list[float]]], mechanism: str, num_sublayers: int
+    matrices: dict[str, list[list[float]]], mechanism: str, places: Places
 ) -> dict[str, Any]:
     """A picture of every matrix of a record, by full name: uint8 [height, width, 3].
 
@@ -132,7 +132,7 @@ def heatmaps(
         figure = Figure(figsize=(min(4 + 0.35 * len(rows[0]), 14), height), layout="constrained")
         canvas: Any = FigureCanvasAgg(figure)  # whatever backend the program has chosen for pyplot
         axes = figure.add_subplot()
-        draw_heatmap(axes, rows, metrics_of(mechanism)[name], num_sublayers)
+        draw_heatmap(axes, rows, metrics_of(mechanism)[name], places)
         axes.set_title(name)
         canvas.draw()
         pictures[name] = numpy.asarray(canvas.buffer_rgba())[..., :3].copy()

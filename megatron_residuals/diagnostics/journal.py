@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_residuals.config import MECHANISMS
 from megatron_residuals.diagnostics.catalogue import metrics_of
+from megatron_residuals.pipeline.layout import Places, gpt_places, places_of
 
 FILE_NAME = "residual_metrics.jsonl"
 FORMAT = 1
@@ -45,9 +46,10 @@ class Journal:
         return str(self.header["settings"]["mechanism"])
 
     @property
-    def num_sublayers(self) -> int:
-        """Sublayers of the whole model, two to a layer."""
-        return 2 * int(self.header["num_layers"])
+    def places(self) -> Places:
+        """The sublayers of the whole model; those of a GPT where the header names no others."""
+        kinds = self.header.get("layer_kinds")
+        return places_of(kinds) if kinds else gpt_places(int(self.header["num_layers"]))
 
     def last(self, name: str) -> Any:
         """A series or matrix in the newest step that has it; None if there is none."""
@@ -188,7 +190,9 @@ def _header(line: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(line["config"], str):
         raise TypeError("no configuration")
     pipeline = dict(line.get("pipeline", {}))
-    return line | {"num_layers": _count(line["num_layers"]), "pipeline": pipeline}
+    kinds = [[str(kind) for kind in kinds] for kinds in line.get("layer_kinds") or ()]
+    counts = {"num_layers": _count(line["num_layers"])}
+    return line | counts | {"pipeline": pipeline, "layer_kinds": kinds}
 
 
 def _printable(value: Any) -> Any:

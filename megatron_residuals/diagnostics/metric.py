@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megatron_residuals.pipeline.layout import GPT_LAYER, gpt_place
+from megatron_residuals.pipeline.layout import Places
 
 Axis: TypeAlias = Literal["sublayer", "reader", "hop", "rank", "stage", "run"]
 """What a metric has one value for: a sublayer (attention and MLP count one each), a reader (the
@@ -53,17 +53,14 @@ class Metric:
         return above and (self.high is None or value <= self.high) and value == value
 
 
-def place_name(axis: Axis, index: int, num_sublayers: int) -> str:
+def place_name(axis: Axis, index: int, places: Places) -> str:
     """``layer_3_attention``, ``layer_3_mlp``, ``output``, ``hop_2``, ``rank_0``, ``stage_5``.
 
     Layers count from 0 over the whole model, as in the keys of checkpoints (``decoder.layers.3``).
     """
-    if axis in ("sublayer", "reader"):
-        if index == num_sublayers:
-            return "output"
-        layer, position = gpt_place(index)
-        return f"layer_{layer}_{GPT_LAYER[position]}"
-    return f"{axis}_{index}"
+    if axis not in ("sublayer", "reader"):
+        return f"{axis}_{index}"
+    return "output" if index == len(places) else "layer_{}_{}".format(*places[index])
 
 
 def summarise(values: Sequence[float], how: Summary) -> float:

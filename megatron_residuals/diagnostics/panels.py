@@ -81,7 +81,7 @@ def draw_depth(
     _show(axes, at_least)
     axes.set_title(title)
     ticks = every(len(next(iter(over_time.values()))), 9)
-    axes.set_xticks(ticks, [sublayer_label(i, run.num_sublayers) for i in ticks], size=8)
+    axes.set_xticks(ticks, [sublayer_label(i, run.places) for i in ticks], size=8)
     _finish(axes, "depth (layer, sublayer)", "")
 
 
@@ -143,7 +143,7 @@ def draw_stream_distance(axes: Axes, run: Journal) -> None:
 
 def draw_matrix(axes: Axes, run: Journal, name: str, title: str) -> None:
     """The last heatmap of a metric with columns."""
-    draw_heatmap(axes, run.last(name), metrics_of(run.mechanism)[name], run.num_sublayers)
+    draw_heatmap(axes, run.last(name), metrics_of(run.mechanism)[name], run.places)
     axes.set_title(f"{title}, iteration {max(run.steps)}")
 
 

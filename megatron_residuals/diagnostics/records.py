@@ -14,6 +14,7 @@ from megatron_residuals.diagnostics.catalogue import OF_THE_RUN, metrics_of
 from megatron_residuals.diagnostics.fields import Fields
 from megatron_residuals.diagnostics.metric import place_name, summarise
 from megatron_residuals.diagnostics.probes import Probe
+from megatron_residuals.pipeline.layout import Places
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,13 @@ def _figures(flat: Tensor, fields: Fields, probe: Probe) -> Iterator[tuple[str, 
     yield from probe.figures(total, per_token)
 
 
-def scalars_of(record: Record, mechanism: str) -> dict[str, float]:
+def scalars_of(record: Record, mechanism: str, places: Places) -> dict[str, float]:
     """Every single number of a record by name, finite ones only; matrices have none.
 
     ``mhc/gain_forward_max``, a summary, and ``mhc_detail/gain_forward_layer_3_attention``: boards
     make a section of what is in front of the slash, and thousands of places would hide summaries.
     """
     scalars: dict[str, float] = {}
-    num_sublayers = len(record.series.get("residual/output_rms", ()))
     for name, metric in metrics_of(mechanism).items():
         values = record.series.get(name)
         if values is None:
@@ -91,5 +91,5 @@ def scalars_of(record: Record, mechanism: str) -> dict[str, float]:
         scalars[f"{name}_{metric.summary}"] = summarise(values, metric.summary)
         detail = name.replace("/", "_detail/")
         for index, value in enumerate(values):
-            scalars[f"{detail}_{place_name(metric.axis, index, num_sublayers)}"] = value
+            scalars[f"{detail}_{place_name(metric.axis, index, places)}"] = value
     return {name: value for name, value in scalars.items() if math.isfinite(value)}

@@ -4,6 +4,7 @@
 
     decoder.layers.<l>.self_attention_residual.<name>    one key for each layer, or
     decoder.layers.self_attention_residual.<name>        all layers stacked along a first axis
+    …mlp_residual…, …mixer_residual…                     of an MLP, of a Mamba mixer
     decoder.residual_head.<name>
 
 Depends on the standard library only.
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 from megatron_residuals.pipeline.layout import gpt_place
 from megatron_residuals.text import count_faults, first_few, raise_faults
 
-PARTS = ("self_attention_residual", "mlp_residual")  # of one layer, in order
+PARTS = ("self_attention_residual", "mlp_residual")  # of one GPT layer, in order
+MIXER = "mixer_residual"  # of a Mamba layer
 HEAD = "residual_head"
 DECODER = "decoder."
 # Of several optimizers, as mixture-of-experts models have them, the host numbers the keys.
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
-_RESIDUAL = re.compile(rf"(?:^|\.)(?:{'|'.join((*PARTS, HEAD))})\.")
+_RESIDUAL = re.compile(rf"(?:^|\.)(?:{'|'.join((*PARTS, MIXER, HEAD))})\.")
 _LAYER = re.compile(r"^(?P<prefix>.*?)decoder\.layers\.(?:(?P<layer>[0-9]{1,18})\.)?")
 _HIDDEN = ("decoder.final_layernorm.weight", "embedding.word_embeddings.weight")
 

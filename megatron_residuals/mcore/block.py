@@ -1,11 +1,11 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer block that carries a residual state through its layers and across stages."""
+"""A stack of layers that carries a residual state through them and across stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,78 +13,78 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_residuals.mcore.compat import outer_quantization_context
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.compat import outer_quantization_context, stage_layout
 from megatron_residuals.mcore.layer import parameter_device, tag_parameters
 from megatron_residuals.mcore.route import route_for
 from megatron_residuals.mcore.runner import StageRunner
-from megatron_residuals.mcore.spec import ResidualBlockSubmodules, block_submodules
+from megatron_residuals.mcore.spec import block_submodules
 from megatron_residuals.mcore.stage_io import StageIO, fresh
 from megatron_residuals.mcore.support import check_model
 from megatron_residuals.mcore.training.checkpoint import record_for, refuse_mechanism
 from megatron_residuals.mcore.training.warm_start import keep_initial_values
-from megatron_residuals.modules import build_head, open_state
+from megatron_residuals.modules import build_head, build_sublayer_residual, open_state
+from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.plan import TransferPlan
 
 
-class ResidualTransformerBlock(TransformerBlock):
-    """``TransformerBlock`` with an explicit residual state between its layers.
+class ResidualBlockMixin:
+    """Turns a host's stack of layers into one with an explicit residual state between its layers.
 
     The loop over the layers is ours, since the host's passes one hidden state; building layers,
     the final norm, checkpoints of parameters and everything inside a sublayer stay the host's.
-
-    Raises:
-        ValueError: the model uses something that a replaced residual does not support.
-        RuntimeError: the host numbers its layers otherwise than its pipeline layout says.
     """
 
-    def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
-        vp_stage, groups = kwargs.get("vp_stage"), kwargs.get("pg_collection")
-        submodules = block_submodules(spec, config, vp_stage, groups)
-        check_model(config, submodules.layer_specs, submodules.residual)
-        super().__init__(config, submodules, *args, **kwargs)
-        self.residual = submodules.residual
-        self._build_residual(submodules)
+    final_norm_name: str
+    """The attribute in which the host has the norm behind the last layer, if the stage has one."""
 
-    def _build_residual(self, submodules: ResidualBlockSubmodules) -> None:
-        pp_group = self.pg_collection.pp
-        route = route_for(submodules.residual, self.config, pp_group, self.vp_stage or 0)
+    def _build_residual(
+        self, residual: ResidualConfig, layout: StageLayout, vp_stage: int | None
+    ) -> None:
+        """Everything behind the host's own constructor; ``layout`` is of the whole model."""
+        self.residual, self.vp_stage = residual, vp_stage
+        pp_group, chunk = self.pg_collection.pp, vp_stage or 0
+        route = route_for(residual, layout, self.config, pp_group, chunk)
         route.blocks.add(self)
-        stage = route.plan.layout.stage(pp_group.rank(), self.vp_stage or 0)
+        stage = route.plan.layout.stage(pp_group.rank(), chunk)
         self.stage_io = StageIO(route, stage)
         self._check_layers()
+        self._give_residuals(route.plan)
         self.runner = StageRunner(
-            submodules.residual,
-            self.config,
-            route.plan,
-            self.stage_io.stage,
-            self.layers,
-            self.tp_group,
+            residual, self.config, route.plan, stage, self.layers, self.tp_group
         )
-        self.residual_head = None
-        if self.stage_io.closes:
-            self.residual_head = build_head(
-                submodules.residual,
-                route.plan.depth,
-                hidden_size=self.config.hidden_size,
-                device=parameter_device(self.config),
-            )
-            tag_parameters(self.residual_head, self.config)
-        self.residual_settings = record_for(
-            submodules.residual, self.config, pp_group.rank(), self.vp_stage or 0
-        )
-        plain = submodules.residual.entry.is_stock
+        self.residual_settings = record_for(residual, layout, self.config, pp_group.rank(), chunk)
+        plain = residual.entry.is_stock
         self.register_load_state_dict_pre_hook(refuse_mechanism if plain else keep_initial_values)
         self._payload: Tensor | None = None
 
     def _check_layers(self) -> None:
-        first = self.stage_io.layers_before
-        planned = list(range(first + 1, first + 1 + self.stage_io.num_layers))
-        built = [layer.layer_number for layer in self.layers]
+        layout, first = self.stage_io.route.plan.layout, self.stage_io.layers_before
+        numbers = range(first, first + self.stage_io.num_layers)
+        planned = [(n + 1, len(layout.sublayers_of_layer(n))) for n in numbers]
+        built = [(layer.layer_number, len(layer.parts)) for layer in self.layers]
         if built != planned:
             raise RuntimeError(
-                f"stage {self.stage_io.stage} was built with layers {built}, but its pipeline "
-                f"layout says {planned}; this Megatron-Core splits layers in a way that "
-                "megatron_residuals does not know"
+                f"stage {self.stage_io.stage} was built with layers {built} (numbers, sublayers), "
+                f"but its pipeline layout says {planned}; this Megatron-Core splits layers in a "
+                "way that megatron_residuals does not know"
             )
+
+    def _give_residuals(self, plan: TransferPlan) -> None:
+        """Every sublayer, and the end of the last one, gets what reads the state there."""
+        options = {
+            "hidden_size": self.config.hidden_size,
+            "device": parameter_device(self.config),
+        }
+        for layer in self.layers:
+            layer.give_residuals(
+                build_sublayer_residual(self.residual, plan.depth, sublayer=i, **options)
+                for i in plan.layout.sublayers_of_layer(layer.layer_number - 1)
+            )
+        self.residual_head = None
+        if self.stage_io.closes:
+            self.residual_head = build_head(self.residual, plan.depth, **options)
+            tag_parameters(self.residual_head, self.config)
 
     def residual_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters of the mechanism in this stage, with global layer indices in their names."""
@@ -117,7 +117,7 @@ class ResidualTransformerBlock(TransformerBlock):
     ) -> Tensor:
         """One stage: the embedding [s, b, h] or a payload -> a payload or the hidden state.
 
-        Keyword arguments are those of the host's block; they reach the layers unchanged.
+        Keyword arguments are those of the host's stack; they reach the layers unchanged.
         """
         self._refuse_inference(inference_params, arguments.get("inference_context"))
         if extract_layer_indices:
@@ -131,8 +131,9 @@ class ResidualTransformerBlock(TransformerBlock):
         entered = fresh(hidden)
         with self._rng_context(), outer_quantization_context(self.config):
             hidden = self._run(entered, visit, arguments)
-        if self.final_layernorm is not None:
-            hidden = self.final_layernorm(hidden)
+        norm = getattr(self, self.final_norm_name, None)
+        if norm is not None:
+            hidden = norm(hidden)
         if hidden is entered and not self.pre_process:
             # the schedules keep a stage's input and output apart, also where nothing lies between
             return hidden.clone()
@@ -149,9 +150,8 @@ class ResidualTransformerBlock(TransformerBlock):
         state = self.runner.run(state, arguments, training=self.training)
         return self.residual_head(state) if io.closes else io.exit(state, visit)
 
-    def _rng_context(self) -> Any:
-        if self.config.sequence_parallel:
-            return tensor_parallel.get_cuda_rng_tracker().fork()
+    def _rng_context(self) -> AbstractContextManager[Any]:
+        """The random states in which the host's stack runs its layers."""
         return nullcontext()
 
     @staticmethod
@@ -161,3 +161,27 @@ class ResidualTransformerBlock(TransformerBlock):
                 "generation with an inference context is not supported with a replaced residual; "
                 "run a plain forward pass"
             )
+
+
+class ResidualTransformerBlock(ResidualBlockMixin, TransformerBlock):
+    """``TransformerBlock`` with a residual state.
+
+    Raises:
+        ValueError: the model uses something that a replaced residual does not support.
+        RuntimeError: the host numbers its layers otherwise than its pipeline layout says.
+    """
+
+    final_norm_name = "final_layernorm"
+
+    def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
+        vp_stage, groups = kwargs.get("vp_stage"), kwargs.get("pg_collection")
+        submodules = block_submodules(spec, config, vp_stage, groups)
+        check_model(config, submodules.layer_specs, submodules.residual)
+        super().__init__(config, submodules, *args, **kwargs)
+        layout = stage_layout(config, self.pg_collection.pp.size())
+        self._build_residual(submodules.residual, layout, self.vp_stage)
+
+    def _rng_context(self) -> AbstractContextManager[Any]:
+        if self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()

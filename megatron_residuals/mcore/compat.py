@@ -4,12 +4,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import megatron.core
+from megatron.core.models.mamba.mamba_layer_specs import (
+    mamba_inference_stack_spec,
+    mamba_stack_spec,
+)
+from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -18,11 +24,17 @@ from megatron.core.transformer.transformer_layer import (
 )
 from packaging.version import Version
 
-from megatron_residuals.pipeline.plan import StageLayout
+from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.versions import OLDEST, UNTESTED
 
 HOST = "megatron-core"
 OLDEST_HOST, NEWEST_HOST = Version(OLDEST[HOST]), Version(UNTESTED[HOST])  # newest is excluded
+HybridStack = MambaStack  # as all releases call it, and as it is called from 0.18 on
+HYBRID_MODEL = (
+    "megatron.core.models.hybrid.hybrid_model.HybridModel"
+    if importlib.util.find_spec("megatron.core.models.hybrid")
+    else "megatron.core.models.mamba.mamba_model.MambaModel"  # its name up to 0.17
+)
 ALLOW_UNTESTED = "MEGATRON_RESIDUALS_ALLOW_UNTESTED_HOST"
 
 
@@ -44,6 +56,12 @@ def check_host_version() -> None:
         f"megatron-core {found} is outside the tested window [{OLDEST_HOST}, {NEWEST_HOST}). "
         f"Install a version inside it, or set {ALLOW_UNTESTED}=1 to try at your own risk."
     )
+
+
+def stock_hybrid_stack(config: Any) -> Any:
+    """The spec of the stack that the host's hybrid scripts build without ``--spec``."""
+    is_inference = config.transformer_impl == "inference_optimized"
+    return mamba_inference_stack_spec if is_inference else mamba_stack_spec
 
 
 def stage_layout(config: Any, num_ranks: int) -> StageLayout:
@@ -68,6 +86,12 @@ def mlp_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """The part of a layer's keyword arguments that this host's ``_forward_mlp`` takes."""
     names = ("inference_context", "padding_mask", "packed_seq_params")
     return {name: arguments[name] for name in names if name in _MLP_ARGUMENTS and name in arguments}
+
+
+def mixer_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The part of a layer's keyword arguments that a Mamba layer takes."""
+    names = ("attention_mask", "inference_context", "packed_seq_params")
+    return {name: arguments[name] for name in names if name in arguments}
 
 
 _SAYS_WHAT_PREDICTS = "is_mtp_layer" in inspect.signature(TransformerLayer).parameters

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_residuals.mcore import install
-from megatron_residuals.mcore.block import ResidualTransformerBlock
+from megatron_residuals.mcore import hybrid, install
+from megatron_residuals.mcore.block import ResidualBlockMixin, ResidualTransformerBlock
 from megatron_residuals.mcore.spec import residual_of
 from megatron_residuals.mcore.training import monitor, startup
 from megatron_residuals.mcore.training.optimizer import check_multipliers_are_heard
+
+BlockT = TypeVar("BlockT", bound=ResidualBlockMixin)
 
 
 def block_factory(stock: Any) -> Callable[..., TransformerBlock]:
@@ -42,7 +44,15 @@ def build_block(*args: Any, **kwargs: Any) -> ResidualTransformerBlock:
         ValueError: the model uses something that a replaced residual does not support.
         RuntimeError: a flag is given that this host's training loop would not hear.
     """
-    block = ResidualTransformerBlock(*args, **kwargs)
+    return _finished(ResidualTransformerBlock(*args, **kwargs))
+
+
+def hybrid_model(stock: Callable[..., None]) -> Callable[..., None]:
+    """What makes a hybrid model: with a stack of ours for specs with a residual."""
+    return hybrid.hybrid_model(stock, _finished)
+
+
+def _finished(block: BlockT) -> BlockT:
     records = block.residual.log_interval > 0
     # a training loop that was imported after us has its seams by now
     install.install([install.LOGGING] if records and install.LOGGING.is_imported else [])

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from megatron_residuals.mcore.compat import check_host_version, host_version
+from megatron_residuals.mcore.compat import HYBRID_MODEL, check_host_version, host_version
 
 State: TypeAlias = Literal["stock", "replaced", "native"]
 """A seam without us; ours in place of a host symbol; ours at the hook of a patched host."""
@@ -136,6 +136,13 @@ SEAMS = (
 _MIXED = "a group may hold float32 and 16-bit parameters"
 _FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
 AROUND = (
+    Seam(
+        HYBRID_MODEL,
+        "__init__",
+        "",
+        "builds stacks that carry a residual state",
+        "compose.hybrid_model",
+    ),
     Seam(
         "megatron.core.dist_checkpointing",
         "load",

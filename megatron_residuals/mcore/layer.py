@@ -6,31 +6,36 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.interchange.names import PARTS
 from megatron_residuals.mcore.compat import (
     is_prediction_layer,
     is_quantized,
     keep_attention_input,
     keep_mlp_input,
+    mixer_arguments,
     mlp_arguments,
 )
-from megatron_residuals.modules import ResidualState, SublayerResidual, build_sublayer_residual
+from megatron_residuals.modules import ResidualState, SublayerResidual
 from megatron_residuals.recompute.steps import Step, plain_step
 
 FOREIGN_BLOCK = (
     "a layer with a replaced residual stands in a block that carries no residual state: GPTModel "
-    "builds its decoder as it must; in a model class of your own call "
+    "and HybridModel build their decoders as they must; in a model class of your own call "
     "megatron_residuals.mcore.compose.build_block in place of TransformerBlock"
 )
+SUBLAYERS = {"self_attention": "_run_attention", "mlp": "_run_mlp", "mixer": "_run_mixer"}
+"""By the name of the host's module, which a layer may lack, what runs the bare sublayer."""
+BIAS_DROPOUT_ADDS = ("self_attn_bda", "mlp_bda", "mamba_bda")
+"""Where the spec of a layer names what adds a sublayer's output to the residual."""
 
 
 def bias_dropout(
@@ -50,18 +55,21 @@ def bias_dropout(
 class ResidualLayerMixin:
     """Turns a host layer class into one that carries a residual state.
 
-    With the bias-dropout-adds replaced, the host's ``_forward_attention(x)`` and
-    ``_forward_mlp(x)`` return the bare sublayer F(norm(x)); everything around the residual (norms
-    fused or not, attention and MLP kinds, recompute inside a sublayer) stays the host's.
+    With the bias-dropout-adds replaced, the host's ``_forward_attention(x)``, ``_forward_mlp(x)``
+    and the forward of a Mamba layer return the bare sublayer F(norm(x)); everything around the
+    residual (norms fused or not, attention and MLP kinds, recompute inside a sublayer) stays the
+    host's. A layer has the sublayers whose modules it has: a GPT layer attention and an MLP, one of
+    a hybrid model one of them or a mixer. Their residual modules are given to it by its block,
+    which knows where in the model they stand.
 
     A layer of a multi-token prediction module has no depth of its own: it takes the one hidden
     state behind the decoder. Where the host builds one from our spec it gets its own class.
     """
 
-    host_layer: type[TransformerLayer]
-    parts = PARTS
+    host_layer: type[torch.nn.Module]
+    parts: tuple[str, ...]
     """Names of the residual modules of the layer's sublayers, in order."""
-    runs = ("_run_attention", "_run_mlp")
+    runs: tuple[str, ...]
     """The bare sublayers, in the same order."""
 
     def __new__(cls, *args: Any, **arguments: Any) -> Any:
@@ -82,20 +90,21 @@ class ResidualLayerMixin:
         if residual is None:  # a DeferredSpec that nobody has worked out
             raise TypeError(FOREIGN_BLOCK)
         submodules = copy.copy(submodules)
-        submodules.self_attn_bda = submodules.mlp_bda = bias_dropout
+        for name in BIAS_DROPOUT_ADDS:
+            if hasattr(submodules, name):
+                setattr(submodules, name, bias_dropout)
         super().__init__(config, submodules, *args, **kwargs)
-        depth = residual.depth_map(config.num_layers)
-        for i, name in enumerate(self.parts, len(self.parts) * (self.layer_number - 1)):
-            module = build_sublayer_residual(
-                residual,
-                depth,
-                hidden_size=config.hidden_size,
-                sublayer=i,
-                device=parameter_device(config),
-            )
-            tag_parameters(module, config)
-            self.add_module(name, module)
+        modules = {name: getattr(self, name, None) for name in SUBLAYERS}
+        own = [name for name, m in modules.items() if not isinstance(m, IdentityOp | None)]
+        self.parts = tuple(f"{name}_residual" for name in own)
+        self.runs = tuple(SUBLAYERS[name] for name in own)
         self._discards_norms = False
+
+    def give_residuals(self, modules: Iterable[SublayerResidual[Any, Any]]) -> None:
+        """The residual modules of its sublayers, in order, from the block that the layer is in."""
+        for name, module in zip(self.parts, modules, strict=True):
+            tag_parameters(module, self.config)
+            self.add_module(name, module)
 
     @property
     def residuals(self) -> list[SublayerResidual[Any, Any]]:
@@ -137,6 +146,10 @@ class ResidualLayerMixin:
         output: Tensor = self._forward_mlp(self._input(x), **mlp_arguments(arguments))
         return output
 
+    def _run_mixer(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
+        output: Tensor = self.host_layer.forward(self, self._input(x), **mixer_arguments(arguments))
+        return output
+
     def _input(self, x: Tensor) -> Tensor:
         """x as the host's checkpoints inside a sublayer need it.
 
@@ -152,9 +165,12 @@ class ResidualLayerMixin:
 
         A norm fused into the linear layer behind it (``IdentityOp`` here) has no output to give up.
         A quantized linear layer keeps a quantized copy of its input, so giving up the input would
-        save nothing: it is told to keep the input itself, as the host tells it.
+        save nothing: it is told to keep the input itself, as the host tells it. The host recomputes
+        no norm of a Mamba layer.
         """
-        self._discards_norms = True
+        self._discards_norms = isinstance(self, TransformerLayer)
+        if not self._discards_norms:
+            return
         self.recompute_input_layernorm = not isinstance(self.input_layernorm, IdentityOp)
         self.recompute_pre_mlp_layernorm = not isinstance(self.pre_mlp_layernorm, IdentityOp)
         if not is_quantized(self.config):
@@ -165,8 +181,12 @@ class ResidualLayerMixin:
             keep_mlp_input(self.mlp)
 
 
+LAYERS = (TransformerLayer, MambaLayer)
+"""The host's layer classes whose sublayers we know."""
+
+
 @functools.cache
-def residual_layer_class(base: type[TransformerLayer]) -> type[TransformerLayer]:
+def residual_layer_class(base: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The residual form of a host layer class, one class for each base."""
     if issubclass(base, ResidualLayerMixin):
         return base

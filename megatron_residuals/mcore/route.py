@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import create_group
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mcore.compat import stage_layout
+from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.messages import Message
 from megatron_residuals.pipeline.plan import Boundary, TransferPlan
 from megatron_residuals.transport.message_order import MessageOrder, ScheduleTable, Walk
@@ -112,13 +112,12 @@ class Route:
         return self
 
 
-def plan_transfer(residual: ResidualConfig, config: Any, num_ranks: int) -> TransferPlan:
-    """The transfer plan of a model with the given host config over ``num_ranks`` pipeline ranks."""
-    return TransferPlan.for_residual(residual, stage_layout(config, num_ranks))
-
-
 def route_for(
-    residual: ResidualConfig, config: Any, pp_group: dist.ProcessGroup, chunk: int = 0
+    residual: ResidualConfig,
+    layout: StageLayout,
+    config: Any,
+    pp_group: dist.ProcessGroup,
+    chunk: int = 0,
 ) -> Route:
     """The route of the model that ``config`` belongs to, made by its first block.
 
@@ -126,6 +125,7 @@ def route_for(
     there is one block, and no schedule that would look for its route: models may share a config.
 
     Args:
+        layout: the stages of the whole model.
         chunk: virtual chunk of the block on its rank.
 
     Raises:
@@ -142,7 +142,7 @@ def route_for(
                 "(dataclasses.replace(config) makes one, a copy does not)"
             )
         serial = 0 if wire is None else next(wire.serials)
-        plan = plan_transfer(residual, config, num_ranks)
+        plan = TransferPlan.for_residual(residual, layout)
         route = Route(residual, plan, pp_group.rank(), wire, serial)
         _of_this_world().add(route)
         if wire is not None and residual.connect_early:

@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     _get_block_submodules,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_residuals.config import ResidualConfig
-from megatron_residuals.mcore.layer import ResidualTransformerLayer, residual_layer_class
+from megatron_residuals.mcore.compat import HybridStack, stock_hybrid_stack
+from megatron_residuals.mcore.layer import LAYERS, ResidualTransformerLayer, residual_layer_class
 
 RESIDUAL = "residual"  # the parameter of a layer spec that carries the configuration
 # Options with which the host builds other layers than those of its block spec.
@@ -55,8 +55,9 @@ def replace_residual(base_spec: SpecT, residual: ResidualConfig) -> SpecT:
     """A copy of a spec, of the same kind, whose layers carry a residual state.
 
     Args:
-        base_spec: a layer ``ModuleSpec``, ``TransformerBlockSubmodules``, or a function that
-            returns one of them (as Megatron >= 0.19 and Bridge call with the configuration).
+        base_spec: a layer ``ModuleSpec``, ``TransformerBlockSubmodules``, the ``ModuleSpec`` of a
+            ``HybridStack``, or a function that returns one of them (as Megatron >= 0.19 and Bridge
+            call with the configuration).
 
     The residual ends behind the decoder. Multi-token prediction reads the one hidden state there,
     with layers of the host's: give the host's ``get_gpt_mtp_block_spec`` the ``base_spec``. Given
@@ -66,7 +67,8 @@ def replace_residual(base_spec: SpecT, residual: ResidualConfig) -> SpecT:
         TypeError: the spec is of another kind, or its layers are not ``TransformerLayer``s.
     """
     if isinstance(base_spec, ModuleSpec):
-        return cast(SpecT, _replace_layer(base_spec, residual))
+        replace = _replace_stack if _is_stack(base_spec) else replace_layer
+        return cast(SpecT, replace(base_spec, residual))
     if isinstance(base_spec, TransformerBlockSubmodules):
         return cast(SpecT, _replace_block(base_spec, residual))
     if callable(base_spec):
@@ -82,11 +84,16 @@ def replace_residual(base_spec: SpecT, residual: ResidualConfig) -> SpecT:
     )
 
 
-def _replace_layer(spec: ModuleSpec, residual: ResidualConfig) -> ModuleSpec:
-    if not isinstance(spec.module, type) or not issubclass(spec.module, TransformerLayer):
+def replace_layer(spec: ModuleSpec, residual: ResidualConfig) -> ModuleSpec:
+    """A copy of the spec of one layer, whose sublayers read from and write to a residual state.
+
+    Raises:
+        TypeError: the layer is of a class whose sublayers we do not know.
+    """
+    if not isinstance(spec.module, type) or not issubclass(spec.module, LAYERS):
         raise TypeError(
-            f"the layer spec builds {spec.module!r}; only TransformerLayer and its subclasses have "
-            "the two sublayers that a residual mechanism needs"
+            f"the layer spec builds {spec.module!r}; only TransformerLayer, MambaLayer and their "
+            "subclasses have the sublayers that a residual mechanism needs"
         )
     replaced = copy.copy(spec)
     replaced.module = residual_layer_class(spec.module)
@@ -97,8 +104,35 @@ def _replace_layer(spec: ModuleSpec, residual: ResidualConfig) -> ModuleSpec:
 def _replace_block(
     submodules: TransformerBlockSubmodules, residual: ResidualConfig
 ) -> ResidualBlockSubmodules:
-    layer_specs = [_replace_layer(spec, residual) for spec in submodules.layer_specs]
+    layer_specs = [replace_layer(spec, residual) for spec in submodules.layer_specs]
     return ResidualBlockSubmodules(layer_specs, submodules.layer_norm, residual)
+
+
+def _is_stack(spec: ModuleSpec) -> bool:
+    return isinstance(spec.module, type) and issubclass(spec.module, HybridStack)
+
+
+def _replace_stack(spec: ModuleSpec, residual: ResidualConfig) -> ModuleSpec:
+    """The hybrid model that is built with it replaces the layers, whose stages it knows."""
+    replaced = copy.copy(spec)
+    replaced.params = {**spec.params, RESIDUAL: residual}
+    return replaced
+
+
+def stack_spec(spec: Any, config: Any) -> ModuleSpec:
+    """The stack of a hybrid model, from any spec for which ``residual_of`` is true.
+
+    Raises:
+        TypeError: it is the spec of a layer.
+    """
+    if isinstance(spec, DeferredSpec):
+        return _replace_stack(stock_hybrid_stack(config), spec.resolve())
+    if not _is_stack(spec):
+        raise TypeError(
+            f"a hybrid model needs the spec of a HybridStack, not of {spec.module!r}; give "
+            "megatron_residuals.specs.residual_spec(hybrid_stack_spec, config)"
+        )
+    return spec
 
 
 def residual_of(spec: Any) -> bool:

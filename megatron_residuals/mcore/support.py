@@ -99,13 +99,20 @@ def check_options(config: Any, args: argparse.Namespace, residual: ResidualConfi
     _refuse([*faults, *host_faults(config)])
 
 
-def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfig) -> None:
+def check_model(
+    config: Any,
+    layer_specs: Sequence[Any],
+    residual: ResidualConfig,
+    *,
+    whole_layers: bool = True,
+) -> None:
     """Refuse a model that would run wrong.
 
     Args:
         config: the host's ``TransformerConfig``.
         layer_specs: the specs of the layers of this stage, before they are built.
         residual: what replaces the residual connection.
+        whole_layers: whether every layer must have both an attention and an MLP.
 
     Raises:
         ValueError: listing every refused option with its value and what to do.
@@ -115,7 +122,8 @@ def check_model(config: Any, layer_specs: Sequence[Any], residual: ResidualConfi
     faults.extend(_recompute_faults(config, residual))
     faults.extend(_quantized_norm_faults(config, layer_specs, residual))
     faults.extend(host_faults(config))
-    faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec)}))
+    whole = ("self_attention", "mlp") if whole_layers else ()
+    faults.extend(sorted({fault for spec in layer_specs for fault in _layer_faults(spec, whole)}))
     _refuse(faults)
 
 
@@ -243,20 +251,20 @@ def _quantized_norm_faults(
 
 
 def _has_own_norm(spec: Any) -> bool:
-    norms = (spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm)
-    return any(_module(norm) is not IdentityOp for norm in norms)
+    return _has(spec, "input_layernorm") or _has(spec, "pre_mlp_layernorm")
 
 
-def _layer_faults(spec: Any) -> list[str]:
-    submodules = spec.submodules
+def _layer_faults(spec: Any, needed: Sequence[str]) -> list[str]:
     faults = []
-    if _module(submodules.cross_attention) is not IdentityOp:
+    if _has(spec, "cross_attention"):
         faults.append("a layer has cross-attention: only decoder-only layers are supported")
-    for name in ("self_attention", "mlp"):
-        if _module(getattr(submodules, name)) is IdentityOp:
+    for name in needed:
+        if not _has(spec, name):
             faults.append(f"a layer has no {name}: layers need both an attention and an MLP")
     return faults
 
 
-def _module(spec: Any) -> Any:
-    return getattr(spec, "module", spec)
+def _has(spec: Any, name: str) -> bool:
+    """Whether the spec of a layer has a module of that name."""
+    module = getattr(spec.submodules, name, IdentityOp)
+    return getattr(module, "module", module) is not IdentityOp

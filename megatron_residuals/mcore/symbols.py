@@ -13,6 +13,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_residuals.mcore.compat import HYBRID_MODEL
+
 _CORE, _TRAINING = "megatron.core", "megatron.training"
 _TE = f"{_CORE}.extensions.transformer_engine"
 
@@ -71,6 +73,11 @@ SYMBOLS = (
     _symbol(
         "transformer.transformer_layer.get_transformer_layer_offset", "config", "numbers layers"
     ),
+    _symbol("ssm.mamba_layer.MambaLayer", "config submodules layer_number", "mixed into"),
+    _symbol("ssm.mamba_block.MambaStack", "config submodules", "subclassed for hybrid models"),
+    HostSymbol(f"{HYBRID_MODEL}.__init__", (), "replaced: gives its stack a residual"),
+    _symbol("models.mamba.mamba_layer_specs.mamba_stack_spec", "", "hybrid layers without --spec"),
+    _symbol("models.mamba.mamba_layer_specs.mamba_inference_stack_spec", "", "likewise"),
     _symbol(_P2P, "pp_group config", "subclassed"),
     _symbol(f"{_P2P}._communicate", _MESSAGES, "overridden: every message passes here"),
     _symbol("models.gpt.gpt_model.TransformerBlock", "", "replaced"),

@@ -15,10 +15,11 @@ reads and writes the residual state; how many a layer has, of which kinds, is da
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeAlias
 
 from megatron_residuals.text import count_faults, raise_faults
 
@@ -35,6 +36,20 @@ def gpt_sublayers(num_layers: int) -> range:
 def gpt_place(sublayer: int) -> tuple[int, int]:
     """Of such a model: the layer of a sublayer, and its position in the layer."""
     return divmod(sublayer, len(GPT_LAYER))
+
+
+Places: TypeAlias = Sequence[tuple[int, str]]
+"""Of every sublayer of a model in order: its layer, and its kind."""
+
+
+def gpt_places(num_layers: int) -> Places:
+    """The sublayers of a model of GPT layers throughout."""
+    return places_of([GPT_LAYER] * num_layers)
+
+
+def places_of(layer_kinds: Iterable[Iterable[str]]) -> Places:
+    """The sublayers of a model whose layers have sublayers of these kinds."""
+    return tuple((layer, kind) for layer, kinds in enumerate(layer_kinds) for kind in kinds)
 
 
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
@@ -162,17 +177,23 @@ class StageLayout:
         sublayers = self.sublayers(g)
         return len(sublayers) > 0 and sublayers.stop == self.num_sublayers
 
+    @cached_property
+    def places(self) -> Places:
+        """The layer and the kind of every sublayer."""
+        return places_of(self.layer_kinds or (GPT_LAYER,) * self.num_layers)
+
     def kind(self, i: int) -> str:
         """What sublayer i is: `ATTENTION`, `MLP`, or another name that the layout was given."""
-        layer = self.layer_of(i)
-        kinds = GPT_LAYER if self.layer_kinds is None else self.layer_kinds[layer]
-        return kinds[i - self._starts[layer]]
+        return self._place(i)[1]
 
     def layer_of(self, i: int) -> int:
         """Global index of the layer that sublayer i belongs to."""
+        return self._place(i)[0]
+
+    def _place(self, i: int) -> tuple[int, str]:
         if not 0 <= i < self.num_sublayers:
             raise ValueError(f"sublayer is {i}; this layout has 0 to {self.num_sublayers - 1}.")
-        return bisect_right(self._starts, i) - 1
+        return self.places[i]
 
     def sublayers_of_layer(self, layer: int) -> range:
         """Global indices of the sublayers of a layer."""

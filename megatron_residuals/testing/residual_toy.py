@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mcore.compat import stock_hybrid_stack
 from megatron_residuals.mcore.install import install
 from megatron_residuals.mcore.spec import replace_residual
 from megatron_residuals.testing.toy_weights import default_initialise
@@ -27,6 +28,17 @@ def spec_for(residual: str | ResidualConfig) -> Callable[[Any, int | None], Any]
     def spec(transformer_config: Any, vp_stage: int | None) -> Any:
         base = get_gpt_layer_local_spec(normalization=transformer_config.normalization)
         return replace_residual(base, config)
+
+    return spec
+
+
+def stack_for(residual: str | ResidualConfig) -> Callable[[Any, int | None], Any]:
+    """The same for a toy with a ``pattern``: the host's hybrid stack with a residual."""
+    config = ResidualConfig.parse(residual) if isinstance(residual, str) else residual
+    install()
+
+    def spec(transformer_config: Any, vp_stage: int | None) -> Any:
+        return replace_residual(stock_hybrid_stack(transformer_config), config)
 
     return spec
 

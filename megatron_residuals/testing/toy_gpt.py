@@ -24,6 +24,7 @@ Call `megatron_residuals.testing.install()` before importing this module: it imp
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -43,6 +44,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
+from megatron_residuals.mcore.compat import HYBRID_MODEL, stock_hybrid_stack
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.toy_weights import (
     Initialise,
@@ -86,6 +88,8 @@ class ToyGPT:
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     bias: bool = True
     dropout: float = 0.0
+    pattern: str | None = None
+    """Of a hybrid model, which the toy is then instead of a GPT; its layers are `num_layers`."""
     config_overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Further arguments of `TransformerConfig`; they win over everything above."""
 
@@ -158,7 +162,7 @@ def transformer_config(toy: ToyGPT) -> TransformerConfig:
 
 def build_chunks(
     toy: ToyGPT, spec: SpecLike = None, *, initialise: Initialise = default_initialise
-) -> list[GPTModel]:
+) -> list[torch.nn.Module]:
     """This rank's model chunks, one per virtual stage, with weights that no layout changes.
 
     Args:
@@ -171,19 +175,21 @@ def build_chunks(
     chunks = []
     for chunk_index in range(toy.vpp or 1):
         vp_stage = None if toy.vpp is None else chunk_index
-        layers = _resolve(spec, config, vp_stage)
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=layers,  # type: ignore[arg-type]  # the host takes both
+        options = dict(
             vocab_size=toy.vocab_size,
             max_sequence_length=max(toy.lengths),
             pre_process=rank == 0 and chunk_index == 0,
             post_process=rank == last_rank and chunk_index == (toy.vpp or 1) - 1,
             position_embedding_type=toy.positions,
             share_embeddings_and_output_weights=toy.tied_embeddings,
-            mtp_block_spec=_prediction_spec(layers, config, vp_stage),
             vp_stage=vp_stage,
         )
+        if toy.pattern is not None:
+            chunk = _hybrid_chunk(toy, spec, config, options)
+        else:
+            layers = _resolve(spec, config, vp_stage)
+            prediction = _prediction_spec(layers, config, vp_stage)
+            chunk = GPTModel(config, layers, mtp_block_spec=prediction, **options)
         # Torch's norms are born float32, whatever `params_dtype` says.
         chunk.to(toy.dtype)
         initialise_chunk(chunk, initialise, toy.seed)
@@ -305,6 +311,21 @@ def _step(toy: ToyGPT, spec: SpecLike, initialise: Initialise) -> ToyResult:
     chunks = build_chunks(toy, spec, initialise=initialise)
     losses = train_step(chunks, toy)
     return ToyResult(losses, full_grads(chunks))
+
+
+def _hybrid_chunk(
+    toy: ToyGPT, spec: SpecLike, config: TransformerConfig, options: dict[str, Any]
+) -> torch.nn.Module:
+    stack = spec if isinstance(spec, ModuleSpec) else (spec or _stock_stack)(config, None)
+    module, _, model = HYBRID_MODEL.rpartition(".")
+    build = getattr(importlib.import_module(module), model)
+    chunk: torch.nn.Module = build(config, stack, hybrid_layer_pattern=toy.pattern, **options)
+    return chunk
+
+
+def _stock_stack(config: TransformerConfig, _: int | None) -> ModuleSpec:
+    stack: ModuleSpec = stock_hybrid_stack(config)
+    return stack
 
 
 def _resolve(spec: SpecLike, config: TransformerConfig, vp_stage: int | None) -> Spec:

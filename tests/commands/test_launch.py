@@ -160,7 +160,6 @@ def test_our_own_refusals_come_before_or_from_the_same_table_as_in_a_run(read: A
         "--residual mhc --fp32-residual-connection": "the state has the dtype of the activations",
         "--residual mhc --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --residual-recompute mix": "both would replay the same layers",
-        "--residual mhc --hybrid-layer-pattern M*M*": "trains a hybrid model",
     }
     for arguments, words in refused.items():
         with pytest.raises(ValueError, match=".") as error:

@@ -29,6 +29,7 @@ from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.heatmap import draw_heatmap
 from megatron_residuals.diagnostics.records import Record
 from megatron_residuals.mechanisms import MHC
+from megatron_residuals.pipeline.layout import gpt_places
 from megatron_residuals.pipeline.plan import StageLayout, TransferPlan
 
 LAYERS, STAGES = 3, 2
@@ -246,7 +247,7 @@ def test_streams_that_are_nearly_equal_are_told_from_copies(tmp_path: Path) -> N
 def test_mixing_matrices_are_drawn_as_matrices_from_the_first_sublayer_to_the_last() -> None:
     rows = [[i + 0.1, i + 0.2, i + 0.3, i + 0.4] for i in range(40)]
     metric = metrics_of("mhc")["mhc/mixing"]
-    axes = axes_after(lambda axes: draw_heatmap(axes, rows, metric, 40))
+    axes = axes_after(lambda axes: draw_heatmap(axes, rows, metric, gpt_places(20)))
     cells = axes.images[0].get_array().filled(math.nan)
     assert cells[1:3, :2].tolist() == [[0.1, 0.2], [0.3, 0.4]]
     assert cells[-2:, -2:].tolist() == [[39.1, 39.2], [39.3, 39.4]]
@@ -259,7 +260,7 @@ def test_sources_are_called_by_what_they_are() -> None:
     metric = metrics_of("attnres")["attnres/weights"]
     for columns, last in ((5, "1 MLP"), (3, "block 2")):
         rows = [[0.2] * columns] * 5
-        axes = axes_after(lambda axes, rows=rows: draw_heatmap(axes, rows, metric, 4))
+        axes = axes_after(lambda axes, rows=rows: draw_heatmap(axes, rows, metric, gpt_places(2)))
         assert labels(axes.get_xticklabels())[:: columns - 1] == ["embedding", last]
 
 

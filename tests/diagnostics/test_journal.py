@@ -18,6 +18,7 @@ from megatron_residuals.diagnostics import journal
 from megatron_residuals.diagnostics.catalogue import metrics_of
 from megatron_residuals.diagnostics.metric import place_name, summarise
 from megatron_residuals.diagnostics.records import Record, scalars_of
+from megatron_residuals.pipeline.layout import gpt_places, places_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = {"config": "mhc(streams=2)", "settings": {"mechanism": "mhc"}, "num_layers": 2}
@@ -44,7 +45,7 @@ def write(folder: Path, *records: Record) -> journal.JournalWriter:
 def test_what_is_written_is_read_back_nan_included(tmp_path: Path) -> None:
     write(tmp_path / "new", record(4))
     run = journal.read(tmp_path / "new")
-    assert (run.mechanism, run.num_sublayers, list(run.steps)) == ("mhc", 4, [4])
+    assert (run.mechanism, len(run.places), list(run.steps)) == ("mhc", 4, [4])
     first, second, third, fourth = run.last("residual/output_rms")
     assert (first, second) == (1, 2) and math.isnan(third) and fourth == pytest.approx(0.3)
     assert math.isnan(run.last("mhc/read_weights")[3][1])
@@ -160,7 +161,7 @@ def test_text_of_a_header_steers_no_terminal(tmp_path: Path) -> None:
 
 
 def test_scalars_have_a_summary_and_global_places_and_only_numbers() -> None:
-    scalars = scalars_of(record(4), "mhc")
+    scalars = scalars_of(record(4), "mhc", gpt_places(2))
     assert scalars == {
         "residual/output_rms_max": 2.0,
         "residual_detail/output_rms_layer_0_attention": 1.0,
@@ -170,9 +171,11 @@ def test_scalars_have_a_summary_and_global_places_and_only_numbers() -> None:
 
 
 def test_places_are_named_by_what_they_are() -> None:
-    assert place_name("reader", 7, 8) == "layer_3_mlp"
-    assert place_name("reader", 8, 8) == "output"
-    assert place_name("hop", 2, 8) == "hop_2"
+    assert place_name("reader", 7, gpt_places(4)) == "layer_3_mlp"
+    assert place_name("reader", 8, gpt_places(4)) == "output"
+    hybrid = places_of([["mamba"], ["moe"]])
+    assert [place_name("sublayer", i, hybrid) for i in (0, 1)] == ["layer_0_mamba", "layer_1_moe"]
+    assert place_name("hop", 2, gpt_places(4)) == "hop_2"
 
 
 @pytest.mark.parametrize(

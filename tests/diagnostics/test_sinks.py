@@ -16,6 +16,7 @@ import pytest
 
 from megatron_residuals.diagnostics import sinks
 from megatron_residuals.diagnostics.heatmap import heatmaps
+from megatron_residuals.pipeline.layout import gpt_places
 
 HEADER = {"kind": "start", "config": "attnres()", "recompute": "none", "plan": "two\nlines"}
 NAN = float("nan")
@@ -23,7 +24,9 @@ NAN = float("nan")
 
 def pictures() -> dict[str, Any]:
     pytest.importorskip("matplotlib")
-    return heatmaps({"attnres/weights": [[1.0, NAN], [0.25, 0.75], [0.5, 0.5]]}, "attnres", 2)
+    return heatmaps(
+        {"attnres/weights": [[1.0, NAN], [0.25, 0.75], [0.5, 0.5]]}, "attnres", gpt_places(1)
+    )
 
 
 def test_tensorboard_gets_numbers_pictures_and_the_plan(tmp_path: Path) -> None:

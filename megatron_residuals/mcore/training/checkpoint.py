@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import CONVERT_BLOCK_LENGTH
 from megatron_residuals.mcore.arguments import global_args
+from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
     RECORD,
@@ -108,7 +109,7 @@ class SettingsRecord(MegatronModule):
 
 
 def record_for(
-    residual: ResidualConfig, config: Any, pp_rank: int, chunk: int
+    residual: ResidualConfig, layout: StageLayout, config: Any, pp_rank: int, chunk: int
 ) -> SettingsRecord | None:
     """The record of a block; None for the plain residual, whose checkpoints are stock ones.
 
@@ -116,7 +117,8 @@ def record_for(
     """
     if residual.entry.is_stock or chunk > 0:
         return None
-    return SettingsRecord(config, settings_of(residual, config.num_layers), pp_rank)
+    settings = settings_of(residual, layout.num_layers, layout.sublayers_per_layer)
+    return SettingsRecord(config, settings, pp_rank)
 
 
 def check_settings(saved: Mapping[str, Setting] | None, given: Mapping[str, Setting]) -> None:

@@ -31,7 +31,7 @@ from megatron_residuals.diagnostics.optimizer_steps import OptimizerSteps
 from megatron_residuals.diagnostics.probes import probe_for
 from megatron_residuals.diagnostics.recorder import Reader, StageRecorder, StepSums, Visit
 from megatron_residuals.diagnostics.records import Record, series_of
-from megatron_residuals.mcore.block import ResidualTransformerBlock
+from megatron_residuals.mcore.block import ResidualBlockMixin
 from megatron_residuals.mcore.route import Route, live_routes
 from megatron_residuals.mcore.training.publish import Publisher
 from megatron_residuals.pipeline.messages import Direction
@@ -91,7 +91,7 @@ def ends_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
-def observe(block: ResidualTransformerBlock) -> None:
+def observe(block: ResidualBlockMixin) -> None:
     """Record the steps of a block's model; all its blocks share one monitor."""
     global _current
     route = block.stage_io.route
@@ -104,7 +104,7 @@ def observe(block: ResidualTransformerBlock) -> None:
 class Monitor:
     """Records the steps of one model on this rank."""
 
-    def __init__(self, route: Route, block: ResidualTransformerBlock) -> None:
+    def __init__(self, route: Route, block: ResidualBlockMixin) -> None:
         self._route, self._interval = route, route.residual.log_interval
         self._probe = probe_for(route.residual, route.plan.depth)
         self._fields = fields_for(route.plan, self._probe)
@@ -124,14 +124,14 @@ class Monitor:
         self._losses: dict[int, dict[str, Any]] = {}
         self._publisher = Publisher(route, block.config)
 
-    def watch(self, block: ResidualTransformerBlock) -> None:
+    def watch(self, block: ResidualBlockMixin) -> None:
         """Record one more stage of the model."""
         stage = _Stage(block, self)
         self._stages.append(stage)
         if self._armed:
             stage.arm()
 
-    def new_stage_recorder(self, block: ResidualTransformerBlock, on_done: Any) -> StageRecorder:
+    def new_stage_recorder(self, block: ResidualBlockMixin, on_done: Any) -> StageRecorder:
         """The recorder of a stage, with the global places of its residual modules."""
         modules = [module for layer in block.layers for module in layer.residuals]
         places = self._route.plan.layout.sublayers(block.stage_io.stage)
@@ -253,7 +253,7 @@ class Monitor:
 class _Stage:
     """One block: where a micro-batch enters and leaves it."""
 
-    def __init__(self, block: ResidualTransformerBlock, monitor: Monitor) -> None:
+    def __init__(self, block: ResidualBlockMixin, monitor: Monitor) -> None:
         self.index = block.stage_io.stage
         self.num_parameters = sum(p.numel() for _, p in block.residual_parameters())
         self.kept_bytes = self.cache_bytes = 0
@@ -287,7 +287,7 @@ class _Stage:
             block.runner.watch = None
         self.recorder.disarm()
 
-    def _begin(self, block: ResidualTransformerBlock, inputs: Any) -> None:
+    def _begin(self, block: ResidualBlockMixin, inputs: Any) -> None:
         if not block.training or not torch.is_grad_enabled():
             return
         if not self._monitor.is_ended_in_time():
@@ -298,7 +298,7 @@ class _Stage:
             self._kept = KeptBytes(list(block.parameters()))
             self._kept.begin()
 
-    def _end(self, block: ResidualTransformerBlock, inputs: Any, output: Any) -> None:
+    def _end(self, block: ResidualBlockMixin, inputs: Any, output: Any) -> None:
         if self._kept is not None:
             self.kept_bytes, self._kept = self._kept.end(), None
             self._is_measured = True

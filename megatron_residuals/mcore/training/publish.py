@@ -15,15 +15,14 @@ from typing import Any
 import torch
 
 from megatron_residuals._version import __version__
-from megatron_residuals.config import ResidualConfig
 from megatron_residuals.diagnostics.heatmap import heatmaps
 from megatron_residuals.diagnostics.journal import FORMAT, JournalWriter
 from megatron_residuals.diagnostics.records import Record, scalars_of
 from megatron_residuals.diagnostics.sinks import Sink, TensorBoardSink, open_wandb, send
-from megatron_residuals.interchange.initial import initial_parameters
 from megatron_residuals.mcore.arguments import global_args
 from megatron_residuals.mcore.compat import host_version
 from megatron_residuals.mcore.route import Route
+from megatron_residuals.modules import build_head, build_sublayer_residual
 
 logger = logging.getLogger(__name__)
 RECORDS_PER_IMAGE = 10
@@ -39,7 +38,7 @@ class Publisher:
     def __init__(self, route: Route, config: Any) -> None:
         residual = route.residual
         self._mechanism = residual.mechanism
-        self._num_sublayers = 2 * config.num_layers
+        self._places = route.plan.layout.places
         interval = residual.log_image_interval
         self._image_interval = (
             RECORDS_PER_IMAGE * residual.log_interval if interval is None else interval
@@ -55,7 +54,7 @@ class Publisher:
             self._journal = self._start()
         line = dataclasses.asdict(record)
         self._journal.write("step", {"time": int(time.time()), **line})
-        scalars = scalars_of(record, self._mechanism)
+        scalars = scalars_of(record, self._mechanism, self._places)
         if global_args() is not None and tensorboard_writer() is None:
             # Megatron gives its own to wandb only beside TensorBoard
             scalars |= {**record.losses.get(record.iteration, {}), **record.figures}
@@ -90,7 +89,7 @@ class Publisher:
 
     def _images(self, record: Record) -> dict[str, Any]:
         try:
-            return heatmaps(record.matrices, self._mechanism, self._num_sublayers)
+            return heatmaps(record.matrices, self._mechanism, self._places)
         except ImportError:
             logger.warning("no heatmaps: matplotlib is not installed")
             self._image_interval = 0
@@ -110,9 +109,10 @@ def header_of(route: Route, config: Any) -> dict[str, Any]:
         "interval": residual.log_interval,
         "recompute": residual.recompute,
         "host_recompute": str(config.recompute_granularity or "none"),
-        "num_layers": config.num_layers,
+        "num_layers": layout.num_layers,
+        "layer_kinds": layout.layer_kinds,
         "hidden_size": config.hidden_size,
-        "parameters_added": _added(residual, config),
+        "parameters_added": _added(route, config),
         "pipeline": {"ranks": layout.num_ranks, "chunks": layout.num_chunks},
         "layers_per_stage": list(layout.layers),
         "plan": route.plan.grid(),
@@ -120,11 +120,18 @@ def header_of(route: Route, config: Any) -> dict[str, Any]:
     }
 
 
-def _added(residual: ResidualConfig, config: Any) -> int:
+def _added(route: Route, config: Any) -> int:
     """Elements of all parameters that the mechanism adds to the whole model."""
+    residual, plan = route.residual, route.plan
     with torch.device("meta"):
-        parameters = initial_parameters(residual, config.num_layers, config.hidden_size)
-    return sum(parameter.numel() for parameter in parameters.values())
+        head = build_head(residual, plan.depth, hidden_size=config.hidden_size)
+        modules = [head] + [
+            build_sublayer_residual(
+                residual, plan.depth, hidden_size=config.hidden_size, sublayer=i
+            )
+            for i in range(plan.layout.num_sublayers)
+        ]
+    return sum(each.numel() for module in modules for each in module.parameters())
 
 
 def tensorboard_writer() -> Any:

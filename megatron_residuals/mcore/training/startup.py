@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_residuals._version import __version__
 from megatron_residuals.mcore.arguments import global_args
-from megatron_residuals.mcore.block import ResidualTransformerBlock
+from megatron_residuals.mcore.block import ResidualBlockMixin
 from megatron_residuals.mcore.route import Route
 from megatron_residuals.mcore.runner import StageRunner
 from megatron_residuals.mcore.support import host_warnings
@@ -24,7 +24,7 @@ from megatron_residuals.text import format_bytes
 logger = logging.getLogger(__name__)
 
 
-def announce(block: ResidualTransformerBlock, seams: str) -> None:
+def announce(block: ResidualBlockMixin, seams: str) -> None:
     """Print the report on rank 0 for the first block of a model; log it outside a training loop.
 
     ``seams`` is what stands ahead of it: the report of the host's seams.
