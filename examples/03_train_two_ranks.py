@@ -3,7 +3,9 @@
 """Train mHC and Block AttnRes over two pipeline ranks with two virtual stages each.
 
     torchrun --nproc_per_node 2 examples/03_train_two_ranks.py ['block_attnres(block_layers=1)']
+    torchrun --nproc_per_node 2 examples/03_train_two_ranks.py block_attnres '*-|*|-*|-'
 
+The second trains a hybrid model with the layers and stages of that pattern instead of a GPT.
 The loop is a user's own: Megatron's interleaved schedule, any optimizer. Without a GPU the ranks
 are processes on the CPU over gloo.
 """
@@ -28,12 +30,12 @@ from megatron_residuals.specs import residual_spec  # noqa: E402
 RANKS, CHUNKS, LAYERS, VOCABULARY, SEQUENCE, MICRO_BATCHES, STEPS = 2, 2, 4, 64, 32, 4, 20
 
 
-def build(residual: ResidualConfig) -> list[GPTModel]:
+def build(residual: ResidualConfig, pattern: str | None) -> list[torch.nn.Module]:
     """This rank's two chunks of the model."""
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     config = TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=LAYERS if pattern is None else len(pattern.replace("|", "")),
         hidden_size=64,
         num_attention_heads=4,
         hidden_dropout=0.0,
@@ -46,18 +48,26 @@ def build(residual: ResidualConfig) -> list[GPTModel]:
         use_cpu_initialization=True,
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    return [
-        GPTModel(
-            config=config,
-            transformer_layer_spec=residual_spec(get_gpt_layer_local_spec(), residual),
+    chunks = []
+    for chunk in range(CHUNKS):
+        options = dict(
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=rank == 0 and chunk == 0,
             post_process=rank == RANKS - 1 and chunk == CHUNKS - 1,
+            position_embedding_type="learned_absolute",
             vp_stage=chunk,
         )
-        for chunk in range(CHUNKS)
-    ]
+        if pattern is None:
+            spec = residual_spec(get_gpt_layer_local_spec(), residual)
+            chunks.append(GPTModel(config, spec, **options))
+        else:  # from 0.18 on; in 0.17 its name is MambaModel
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            spec = residual_spec(hybrid_stack_spec, residual)
+            chunks.append(HybridModel(config, spec, hybrid_layer_pattern=pattern, **options))
+    return chunks
 
 
 def batches(step: int):
@@ -81,8 +91,9 @@ def main() -> None:
     """Train and print the loss on the last rank."""
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, RANKS, CHUNKS)
-    residual = ResidualConfig.parse(sys.argv[1] if len(sys.argv) > 1 else "mhc")
-    chunks = build(residual)
+    words = dict(enumerate(sys.argv))
+    residual = ResidualConfig.parse(words.get(1, "mhc"))
+    chunks = build(residual, words.get(2))
     optimizer = torch.optim.AdamW([p for c in chunks for p in c.parameters()], lr=3e-3)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -208,6 +208,8 @@ def model_sizes(args: argparse.Namespace, command: str) -> ModelSizes:
         element_bytes=ELEMENT_BYTES[args.dtype],
         host_layer_bytes=args.host_layer_bytes,
     )
-    if args.flash_attention:
-        sizes = dataclasses.replace(sizes, host_layer_bytes=flash_layer_bytes(sizes))
-    return sizes
+    if not args.flash_attention:
+        return sizes
+    if args.pattern is not None:
+        return dataclasses.replace(sizes, fused="flash")
+    return dataclasses.replace(sizes, host_layer_bytes=flash_layer_bytes(sizes))

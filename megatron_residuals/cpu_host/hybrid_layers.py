@@ -15,6 +15,8 @@ STACK_SPECS = (
     ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),  # up to 0.17
 )
 
+KEYS = "sharded_state_dict_keys_map"
+
 
 def localise_hybrid_stacks() -> str | None:
     """What names the host's own spec, which has no other, gets local layers of the same kinds.
@@ -37,35 +39,40 @@ def localise_hybrid_stacks() -> str | None:
 def _layers(stock: Any) -> dict[str, Any]:
     """By field of the stack's submodules: the layers of a local GPT, and mixers, one sublayer each.
 
-    Norms stand in front of the projections into which Transformer Engine fuses them.
+    Norms stand in front of the projections into which Transformer Engine fuses them, and are called
+    in checkpoints as they are there.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
 
-    layer = get_gpt_layer_local_submodules(normalization="RMSNorm")  # named in the configuration
+    # the kind of norm, which this function is asked for, is that of the model's configuration
+    layer = get_gpt_layer_local_submodules(normalization="RMSNorm")
     latent = get_gpt_layer_local_submodules(normalization="RMSNorm", multi_latent_attention=True)
     experts = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
-    mlp = _replaced(stock.mlp_layer, mlp=layer.mlp, pre_mlp_layernorm=WrappedTorchNorm)
+    attention = {
+        "self_attention": layer.self_attention,
+        "input_layernorm": Norm,
+        KEYS: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    }
+    mlp = {
+        "mlp": layer.mlp,
+        "pre_mlp_layernorm": Norm,
+        KEYS: {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    }
     layers = {
-        "attention_layer": _replaced(
-            stock.attention_layer,
-            self_attention=layer.self_attention,
-            input_layernorm=WrappedTorchNorm,
-        ),
+        "attention_layer": _replaced(stock.attention_layer, **attention),
         "mla_layer": _replaced(
-            stock.attention_layer,
-            self_attention=latent.self_attention,
-            input_layernorm=WrappedTorchNorm,
+            stock.attention_layer, self_attention=latent.self_attention, input_layernorm=Norm
         ),
-        "mlp_layer": mlp,
-        "moe_layer": _replaced(stock.moe_layer, mlp=experts, pre_mlp_layernorm=WrappedTorchNorm),
-        "mamba_layer": _mamba_layer(stock.mamba_layer, WrappedTorchNorm),
+        "mlp_layer": _replaced(stock.mlp_layer, **mlp),
+        "moe_layer": _replaced(stock.moe_layer, mlp=experts, pre_mlp_layernorm=Norm),
+        "mamba_layer": _mamba_layer(stock.mamba_layer, Norm),
     }
     if hasattr(stock, "gdn_layer"):
-        layers["gdn_layer"] = _delta_net_layer(stock.gdn_layer, WrappedTorchNorm)
+        layers["gdn_layer"] = _delta_net_layer(stock.gdn_layer, Norm)
     if getattr(stock, "mtp_block_spec", None) is not None:
-        layers["mtp_block_spec"] = _prediction(stock.mtp_block_spec, WrappedTorchNorm)
+        layers["mtp_block_spec"] = _prediction(stock.mtp_block_spec, Norm)
     return layers
 
 
@@ -82,7 +89,8 @@ def _mamba_layer(stock: Any, norm: type) -> Any:
     mixer = _replaced(
         stock.submodules.mixer, in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
     )
-    return _replaced(stock, mixer=mixer, norm=norm)
+    keys = {"norm.": "mixer.in_proj.layer_norm_"}
+    return _replaced(stock, mixer=mixer, norm=norm, **{KEYS: keys})
 
 
 def _delta_net_layer(stock: Any, norm: type) -> Any:
@@ -94,7 +102,8 @@ def _delta_net_layer(stock: Any, norm: type) -> Any:
         out_norm=norm,
         out_proj=RowParallelLinear,
     )
-    return _replaced(stock, self_attention=attention, input_layernorm=norm)
+    keys = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    return _replaced(stock, self_attention=attention, input_layernorm=norm, **{KEYS: keys})
 
 
 def _prediction(stock: Any, norm: type) -> Any:

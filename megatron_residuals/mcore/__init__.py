@@ -4,6 +4,7 @@
 
 spec                  from the specs a user has to specs whose layers carry a residual state
 layer, block          the host's layer and block with that state between sublayers
+hybrid                the stack of a hybrid model, whose layers are one sublayer each
 runner                runs the sublayers of a stage, with checkpoints where the policy puts them
 stage_io              the edge of a stage: payload and held sources in, and out
 route, communicator   the way of a micro-batch through the pipeline; the host's schedules

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import (
 from packaging.version import Version
 
 from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.pattern import pattern_layout
 from megatron_residuals.versions import OLDEST, UNTESTED
 
 HOST = "megatron-core"
@@ -64,8 +65,18 @@ def stock_hybrid_stack(config: Any) -> Any:
     return mamba_inference_stack_spec if is_inference else mamba_stack_spec
 
 
-def stage_layout(config: Any, num_ranks: int) -> StageLayout:
-    """Layers of every pipeline stage, asked from the host for all ranks and chunks."""
+def stage_layout(config: Any, num_ranks: int, pattern: str | None = None) -> StageLayout:
+    """Layers of every pipeline stage, asked from the host for all ranks and chunks.
+
+    Those of a hybrid model stand in its ``pattern``.
+    """
+    if pattern is not None:
+        return pattern_layout(
+            pattern,
+            num_ranks,
+            first=config.num_layers_in_first_pipeline_stage,
+            last=config.num_layers_in_last_pipeline_stage,
+        )
     num_chunks = (config.virtual_pipeline_model_parallel_size or 1) if num_ranks > 1 else 1
     custom = getattr(config, "pipeline_model_parallel_layout", None)
     layers = []

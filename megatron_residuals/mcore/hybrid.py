@@ -14,10 +14,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.block import ResidualBlockMixin
-from megatron_residuals.mcore.compat import HybridStack, host_version
+from megatron_residuals.mcore.compat import HybridStack, host_version, stage_layout
 from megatron_residuals.mcore.spec import replace_layer, residual_of, stack_spec
 from megatron_residuals.mcore.support import check_model
-from megatron_residuals.pipeline.pattern import pattern_layout
 
 LAYER_SPECS = {
     "M": "mamba_layer",
@@ -64,12 +63,7 @@ class ResidualStackMixin(ResidualBlockMixin):
         for symbol, spec in specs.items():
             setattr(submodules, LAYER_SPECS[symbol], replace_layer(spec, residual))
         super().__init__(config, submodules, *args, **kwargs)
-        layout = pattern_layout(
-            pattern,
-            self.pp_group.size(),
-            first=config.num_layers_in_first_pipeline_stage,
-            last=config.num_layers_in_last_pipeline_stage,
-        )
+        layout = stage_layout(config, self.pp_group.size(), pattern)
         self._build_residual(residual, layout, vp_stage)
 
 

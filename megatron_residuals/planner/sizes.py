@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_residuals.pipeline.layout import ATTENTION, MLP
+from megatron_residuals.pipeline.layout import ATTENTION, GPT_LAYER, MLP
 from megatron_residuals.text import count_faults, raise_faults
 
 
@@ -29,6 +31,29 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class MambaSizes:
+    """Of a Mamba layer: the width of its inner vectors, and of a state, of which each head has one.
+
+    Groups of heads share what writes to and reads from the states.
+    """
+
+    inner: int
+    heads: int
+    state: int = 128
+    groups: int = 8
+
+    @classmethod
+    def of(cls, hidden_size: int, head_size: int = 64) -> MambaSizes:
+        """As the host completes them: inner vectors twice as wide as the model."""
+        return cls(2 * hidden_size, 2 * hidden_size // head_size)
+
+    @property
+    def projected(self) -> int:
+        """Width of the projection in front: gate, vector, what writes, what reads, step."""
+        return 2 * self.inner + 2 * self.groups * self.state + self.heads
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """What the bytes of activations depend on; the whole model's sizes, and how they are split.
 
@@ -36,6 +61,9 @@ class ModelSizes:
         query_groups: of grouped-query attention; None: as many as heads.
         kv_channels: of one query, key or value; None: hidden_size / num_heads.
         latent: of multi-latent attention; None: of the ordinary one.
+        expert_ffn_hidden_size: what one token goes through in a layer of experts of a hybrid
+            model; None: `ffn_hidden_size`.
+        mamba: of its Mamba layers; None: `MambaSizes.of` the hidden size.
         qk_norm: whether queries and keys are normalised, each head by itself.
         gated: whether the MLP is gated (SwiGLU, GeGLU), so that its first projection is doubled.
         rope: whether rotary positions are applied to queries and keys.
@@ -44,8 +72,10 @@ class ModelSizes:
             input in float32 and what it normalised, instead of just its input.
         element_bytes: of activations; what is computed in float32 or wider has `wide_bytes`.
         logit_bytes: what the loss keeps for each logit. The host's keeps float32.
-        host_layer_bytes: of one layer's attention and MLP on one rank, for layers that are not the
-            host's local ones; None: as `host_bytes` says.
+        host_layer_bytes: of one GPT layer's attention and MLP on one rank, for layers that are not
+            the host's local ones; None: as `host_bytes` says.
+        fused: whether layers are estimated as fused ones, each sublayer by itself: with "flash" or
+            "unfused" attention; "" for the host's local ones.
 
     Raises:
         ValueError: a size is out of range, or ranks do not divide what is split over them (all
@@ -60,6 +90,8 @@ class ModelSizes:
     query_groups: int | None = None
     kv_channels: int | None = None
     latent: LatentSizes | None = None
+    expert_ffn_hidden_size: int | None = None
+    mamba: MambaSizes | None = None
     qk_norm: bool = False
     gated: bool = False
     rope: bool = True
@@ -71,6 +103,7 @@ class ModelSizes:
     element_bytes: int = 2
     logit_bytes: int = 4
     host_layer_bytes: int | None = None
+    fused: str = ""
 
     def __post_init__(self) -> None:
         counts = ("seq_length", "micro_batch_size", "hidden_size", "ffn_hidden_size", "num_heads")
@@ -165,16 +198,18 @@ def host_bytes(sizes: ModelSizes, kind: str) -> int:
     be kept (the host keeps none). With latent attention or normalised queries it is an estimate:
     what fused layers keep, and the probabilities. Layers of Transformer Engine keep other things;
     measure one, and give its bytes as ``ModelSizes.host_layer_bytes``, which then all stand with
-    its attention.
+    its attention. A Mamba layer is an estimate everywhere.
 
     Raises:
         ValueError: no such kind of sublayer is known.
     """
-    known = {ATTENTION: _attention_bytes, MLP: _mlp_bytes}
+    if sizes.host_layer_bytes is not None:
+        if kind not in GPT_LAYER:
+            raise ValueError(f"a layer was measured of a GPT; this one has a sublayer {kind!r}.")
+        return sizes.host_layer_bytes if kind == ATTENTION else 0
+    known = FUSED if sizes.fused else LOCAL
     if kind not in known:
         raise ValueError(f"a sublayer is {kind!r}; sizes are known of {', '.join(known)}.")
-    if sizes.host_layer_bytes is not None:
-        return sizes.host_layer_bytes if kind == ATTENTION else 0
     return known[kind](sizes)
 
 
@@ -199,6 +234,23 @@ def _mlp_bytes(sizes: ModelSizes) -> int:
     return (5 if sizes.gated else 2) * ffn * sizes.element_bytes
 
 
+def _of_experts(mlp_bytes: Callable[[ModelSizes], int]) -> Callable[[ModelSizes], int]:
+    """Of a layer of experts, as an MLP as wide as what one token goes through."""
+
+    def expert_bytes(sizes: ModelSizes) -> int:
+        width = sizes.expert_ffn_hidden_size or sizes.ffn_hidden_size
+        return mlp_bytes(dataclasses.replace(sizes, ffn_hidden_size=width))
+
+    return expert_bytes
+
+
+def _mamba_bytes(sizes: ModelSizes) -> int:
+    """What is projected, what the scan gives, and the gated norm behind it."""
+    mamba = sizes.mamba or MambaSizes.of(sizes.hidden_size)
+    width = mamba.projected + 2 * mamba.inner
+    return sizes.region_tokens * width // sizes.tp * sizes.element_bytes
+
+
 def flash_layer_bytes(sizes: ModelSizes, *, unfused_attention: bool = False) -> int:
     """Estimate of the same for fused layers with flash attention, attention and MLP together.
 
@@ -207,12 +259,23 @@ def flash_layer_bytes(sizes: ModelSizes, *, unfused_attention: bool = False) -> 
     attention alone is unfused and keeps its probabilities. Measure a layer where it matters:
     versions of Transformer Engine differ.
     """
+    attention = "unfused" if unfused_attention else "flash"
+    return _fused_attention_bytes(dataclasses.replace(sizes, fused=attention)) + _fused_mlp_bytes(
+        sizes
+    )
+
+
+def _fused_attention_bytes(sizes: ModelSizes) -> int:
     tokens, heads = sizes.region_tokens, sizes.num_heads // sizes.tp
     attention = _attention_values(sizes) * sizes.element_bytes + 4 * heads * tokens
-    if unfused_attention:
+    if sizes.fused == "unfused":
         attention += _scores(sizes) * sizes.element_bytes
+    return attention
+
+
+def _fused_mlp_bytes(sizes: ModelSizes) -> int:
     mlp = (3 if sizes.gated else 2) * sizes.ffn_hidden_size // sizes.tp * sizes.element_bytes
-    return attention + tokens * mlp
+    return sizes.region_tokens * mlp
 
 
 def _attention_values(sizes: ModelSizes) -> int:
@@ -235,3 +298,21 @@ def _scores(sizes: ModelSizes) -> int:
     """Attention's scores, one for each query, key and head of this rank."""
     queries = sizes.seq_length // sizes.cp
     return sizes.micro_batch_size * sizes.num_heads // sizes.tp * queries * sizes.seq_length
+
+
+LOCAL = {
+    ATTENTION: _attention_bytes,
+    "mla": _attention_bytes,
+    MLP: _mlp_bytes,
+    "moe": _of_experts(_mlp_bytes),
+    "mamba": _mamba_bytes,
+}
+"""What the host's local sublayers keep, by their kind."""
+FUSED = {
+    ATTENTION: _fused_attention_bytes,
+    "mla": _fused_attention_bytes,
+    MLP: _fused_mlp_bytes,
+    "moe": _of_experts(_fused_mlp_bytes),
+    "mamba": _mamba_bytes,
+}
+"""What fused ones keep."""

@@ -248,7 +248,7 @@ class StageStorages:
     @property
     def _mask(self) -> Storage:
         """[s, s] bool; only the host's local attention has one."""
-        local = self.sizes.host_layer_bytes is None
+        local = self.sizes.host_layer_bytes is None and not self.sizes.fused
         mask = self.sizes.seq_length // self.sizes.cp * self.sizes.seq_length
         return Storage(f"mask:{self.stage}", mask if local else 0, OUTSIDE)
 

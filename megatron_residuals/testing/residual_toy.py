@@ -17,6 +17,7 @@ from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import stock_hybrid_stack
 from megatron_residuals.mcore.install import install
 from megatron_residuals.mcore.spec import replace_residual
+from megatron_residuals.testing.toy_gpt import ToyGPT
 from megatron_residuals.testing.toy_weights import default_initialise
 
 
@@ -41,6 +42,11 @@ def stack_for(residual: str | ResidualConfig) -> Callable[[Any, int | None], Any
         return replace_residual(stock_hybrid_stack(transformer_config), config)
 
     return spec
+
+
+def toy_spec(toy: ToyGPT, residual: str | ResidualConfig) -> Callable[[Any, int | None], Any]:
+    """The spec function for a toy, a GPT or a hybrid model."""
+    return (spec_for if toy.pattern is None else stack_for)(residual)
 
 
 def keep_residual_init(

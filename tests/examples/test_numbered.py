@@ -49,8 +49,8 @@ def test_a_pipeline_is_planned(run: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_learn_with_either_mechanism(run: Callable[..., str]) -> None:
-    for residual in ("mhc", "block_attnres(block_layers=1)"):
-        text = run("train_two_ranks", residual, ranks=2)
+    for words in (["mhc"], ["block_attnres(block_layers=1)"], ["mhc", "*-|*|-*|-"]):
+        text = run("train_two_ranks", *words, ranks=2)
         losses = [float(loss) for loss in re.findall(r"loss (\d\S+)", text)]
         assert losses[-1] < 0.5 * losses[0]
 

@@ -20,7 +20,7 @@ import torch
 
 from megatron_residuals.mcore.compat import host_version
 from megatron_residuals.testing import assert_close, run_ranks
-from megatron_residuals.testing.residual_toy import keep_residual_init, spec_for, stack_for
+from megatron_residuals.testing.residual_toy import keep_residual_init, stack_for, toy_spec
 from megatron_residuals.testing.tolerances import Kind
 from megatron_residuals.testing.toy_gpt import (
     ToyGPT,
@@ -30,7 +30,9 @@ from megatron_residuals.testing.toy_gpt import (
     setup_parallel,
     train_step,
 )
+from megatron_residuals.testing.toy_training import train_toy
 from megatron_residuals.testing.toy_weights import Initialise, default_initialise, full_grads
+from tests.mcore.parallel.cases import assert_same_step
 
 HAS_STAGES = host_version().release >= (0, 17)
 pytestmark = [
@@ -60,11 +62,10 @@ def hybrid(pattern: str, **options: Any) -> ToyGPT:
 
 
 def _train(toy: ToyGPT, texts: Mapping[str, str | None], initialise: Initialise) -> Any:
-    spec_of = spec_for if toy.pattern is None else stack_for
     setup_parallel(toy)
     results = {}
     for name, text in texts.items():
-        spec = None if text is None else spec_of(text)
+        spec = None if text is None else toy_spec(toy, text)
         chunks = build_chunks(toy, spec, initialise=initialise)
         results[name] = ToyResult(train_step(chunks, toy), full_grads(chunks))
     return results
@@ -214,6 +215,25 @@ def test_any_pattern_and_any_cut_equal_one_process(seed: int) -> None:
     toy = hybrid("".join(symbols))
     cut = dataclasses.replace(toy, pattern="|".join(parts), pp=2, vpp=2 if stages == 4 else None)
     assert_same(train(cut, texts), train(toy, texts), "same_math")
+
+
+DEPTHS = dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
+
+
+def test_multi_token_prediction_stands_behind_the_closed_state_of_the_last_stage() -> None:
+    # float32 at best: the host's loss, which alone knows the further tokens, computes in it
+    texts = {name: MECHANISMS[name] for name in ("mhc", "blocks")}
+    one = train(hybrid("*-*-/*-/*-", config_overrides=DEPTHS), texts)
+    two = train(hybrid("*|-*|-|/*-/*-", pp=2, vpp=2, config_overrides=DEPTHS), texts)
+    assert_same(two, one, "same_math")
+    predicting = [name for name in one["mhc"].grads if name.startswith("mtp.")]
+    assert predicting and not any("residual" in name for name in predicting)
+
+
+def test_experts_on_other_ranks_equal_one_process() -> None:
+    spec, toy = stack_for(MECHANISMS["blocks"]), dict(seq_length=8, dtype=torch.float64)
+    actual = train_toy(hybrid("*E-|*E", pp=2, dp=2, ep=2, **toy), spec)
+    assert_same_step(actual, train_toy(hybrid("*E-*E", **toy), spec))
 
 
 def test_what_a_stack_cannot_be_built_of_is_refused() -> None:

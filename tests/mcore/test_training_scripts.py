@@ -20,7 +20,7 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_residuals.mcore import install
+from megatron_residuals.mcore import compat, install
 from tests import scripts
 from tests.scripts import Order, Scripts
 
@@ -204,6 +204,35 @@ def test_the_runner_adds_the_flags_reports_once_and_resumes_where_it_saved(
     # is another one after resuming; from the third line on a line is of its iteration alone.
     assert resumed.iterations[4].loss == whole.iterations[4].loss
     assert len({figures.loss for figures in whole.iterations.values()}) == 4
+
+
+def hybrid(pattern: str) -> list[str]:
+    """The toy with layers of a hybrid model; its stages are in the pattern."""
+    gpt = ("--num-layers 4", "--num-virtual-stages-per-pipeline-rank 2")
+    words = " ".join(TOY)
+    for option in gpt:
+        words = words.replace(option, "")
+    return [*words.split(), "--hybrid-layer-pattern", pattern, "--position-embedding-type", "rope"]
+
+
+@host
+def test_a_hybrid_script_trains_through_the_runner_and_resumes_where_it_saved(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    command = [*RUNNER, "--cpu-host", str(SCRIPT.with_name("pretrain_hybrid.py"))]
+    command += ["--residual", "block_attnres", "--residual-block-layers", "2"]
+    toy = hybrid("*-|*|-*|-")
+    save = ["--save", "saved", "--save-interval", "2"]
+    whole = train(scripts, tmp_path, [*command, *save], toy=toy)
+    resumed = train(scripts, tmp_path, [*command, "--load", "saved", "--ckpt-step", "2"], toy=toy)
+    seam = f"  replaced  {compat.HYBRID_MODEL}.__init__: builds stacks that carry a residual state"
+    assert whole.log.count(seam) == 1
+    assert MODEL_REPORT.findall(whole.log) == ["block_attnres(block_layers=2)"]
+    assert "depth: 3 blocks of 2 sublayers over 6" in whole.log
+    assert list(whole.iterations) == [1, 2, 3, 4] and list(resumed.iterations) == [3, 4]
+    for number in (3, 4):
+        assert resumed.iterations[number].grad_norm == whole.iterations[number].grad_norm
+    assert resumed.iterations[4].loss == whole.iterations[4].loss
 
 
 def test_the_megatron_beside_the_script_is_the_one_that_runs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_residuals.mcore.training.passed_over import passed_over
 from megatron_residuals.mcore.training.reading import Printed, Reading, in_the_hosts_words, quiet
 from megatron_residuals.pipeline.plan import TransferPlan
 from megatron_residuals.planner.memory import MemoryPlan, Prediction
-from megatron_residuals.planner.sizes import LatentSizes, ModelSizes, flash_layer_bytes
+from megatron_residuals.planner.sizes import LatentSizes, MambaSizes, ModelSizes, flash_layer_bytes
 
 ROTARY = ("rope", "yarn", "mrope")
 NO_VOCABULARY = """\
@@ -80,16 +80,19 @@ def forecast(
 
     Raises:
         HostRefusalError: what the host says when it builds the model.
-        ValueError: a combination that `mcore.support` refuses, or a model that is no GPT.
+        ValueError: a combination that `mcore.support` refuses, or a model that is neither a GPT nor
+            a hybrid one, or has layers of which no sizes are known.
     """
     args, config, printed = reading.args, reading.config, Printed()
-    _refuse_other_models(args, config)
+    _refuse_other_models(args)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
     if residual is not None:
         check_options(config, args, residual)
-        check_layers(config)
+        if pattern is None:
+            check_layers(config)
     _refuse_ranks(args)
     with quiet(printed), in_the_hosts_words(printed):
-        layout = stage_layout(config, args.pipeline_model_parallel_size)
+        layout = stage_layout(config, args.pipeline_model_parallel_size, pattern)
         vocab_size = _vocabulary(args)
     sizes, size_remarks = model_sizes(
         args, config, vocab_size=vocab_size, for_gpus=for_gpus, host_layer_bytes=host_layer_bytes
@@ -117,14 +120,11 @@ def forecast(
     )
 
 
-def _refuse_other_models(args: argparse.Namespace, config: Any) -> None:
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern or getattr(config, "is_hybrid_model", False):
-        raise ValueError(f"this launch trains a hybrid model ({pattern}); only GPTs are predicted")
+def _refuse_other_models(args: argparse.Namespace) -> None:
     if getattr(args, "decoder_num_layers", None) is not None:
         raise ValueError(
             "this launch trains an encoder and a decoder (--decoder-num-layers "
-            f"{args.decoder_num_layers}); only GPTs are predicted"
+            f"{args.decoder_num_layers}); only GPTs and hybrid models are predicted"
         )
 
 
@@ -161,6 +161,7 @@ def model_sizes(
         ValueError: ranks that do not divide what is split over them.
     """
     fused = config.transformer_impl != "local"
+    is_hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
     ffn, remarks = _mlp_width(config)
     element = config.params_dtype.itemsize
     sizes = ModelSizes(
@@ -184,16 +185,45 @@ def model_sizes(
         logit_bytes=element if getattr(args, "fp16_lm_cross_entropy", False) else 4,
         host_layer_bytes=host_layer_bytes,
     )
+    if is_hybrid:
+        sizes = dataclasses.replace(sizes, **_hybrid_widths(config))
     if fused and host_layer_bytes is None:
         unfused = getattr(config.attention_backend, "name", "") == "unfused"
+        attention = "unfused" if unfused else "flash"
+        remark = f"attention and MLP are estimated, as fused layers with {attention} attention"
+        if is_hybrid:
+            return dataclasses.replace(sizes, fused=attention), [*remarks, remark]
         layer = flash_layer_bytes(sizes, unfused_attention=unfused)
         sizes = dataclasses.replace(sizes, host_layer_bytes=layer)
-        attention = "unfused" if unfused else "flash"
-        remarks.append(
-            f"attention and MLP are estimated, as fused layers with {attention} attention: measure "
-            "one and give --host-layer-bytes"
-        )
+        remarks.append(f"{remark}: measure one and give --host-layer-bytes")
     return sizes, remarks
+
+
+def _hybrid_widths(config: Any) -> dict[str, Any]:
+    """Of MLPs, experts and Mamba layers, each of which has its own place in the pattern."""
+    heads, head_size = config.mamba_num_heads, config.mamba_head_dim
+    inner = heads * head_size if heads else 2 * config.hidden_size
+    return {
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "expert_ffn_hidden_size": _over_tp(_expert_width(config), config)
+        if config.num_moe_experts
+        else None,
+        "mamba": MambaSizes(
+            inner, inner // head_size, config.mamba_state_dim, config.mamba_num_groups
+        ),
+    }
+
+
+def _expert_width(config: Any) -> int:
+    """What one token goes through in a layer of experts."""
+    shared = config.moe_shared_expert_intermediate_size or 0
+    return int(config.moe_router_topk * config.moe_ffn_hidden_size + shared)
+
+
+def _over_tp(width: int, config: Any) -> int:
+    """Experts are split over other ranks than tensor-parallel ones, evenly on average."""
+    tp = config.tensor_model_parallel_size
+    return int(-(-width // tp) * tp)
 
 
 def _mlp_width(config: Any) -> tuple[int, list[str]]:
@@ -201,8 +231,7 @@ def _mlp_width(config: Any) -> tuple[int, list[str]]:
     dense = int(config.ffn_hidden_size)
     if not config.num_moe_experts:
         return dense, []
-    shared = config.moe_shared_expert_intermediate_size or 0
-    width = config.moe_router_topk * config.moe_ffn_hidden_size + shared
+    width = _expert_width(config)
     remarks = [
         f"MLPs are counted as wide as what a token goes through, {width}: "
         f"top-{config.moe_router_topk} experts and shared ones, evenly loaded; dispatched tokens "
@@ -214,8 +243,7 @@ def _mlp_width(config: Any) -> tuple[int, list[str]]:
             f"with experts {width}, without {dense}"
         )
         width = max(width, dense)
-    tp = config.tensor_model_parallel_size  # experts are split over other ranks, evenly on average
-    return -(-width // tp) * tp, remarks
+    return _over_tp(width, config), remarks
 
 
 def _latent(config: Any) -> LatentSizes | None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from megatron_residuals.config import ResidualConfig
 from megatron_residuals.pipeline.layout import ATTENTION, MLP, StageLayout
 from megatron_residuals.pipeline.traffic import Planes, plain
 from megatron_residuals.planner.simulate.hardware import Gpu
-from megatron_residuals.planner.sizes import ModelSizes
+from megatron_residuals.planner.sizes import MambaSizes, ModelSizes
 from megatron_residuals.text import raise_faults
 
 # How often the forward of what is replayed runs once more in backward, by recompute policy: the
@@ -36,7 +37,13 @@ def sublayer_flops(sizes: ModelSizes, kind: str) -> int:
     Raises:
         ValueError: no such kind of sublayer is known.
     """
-    known = {ATTENTION: _attention_flops, MLP: _mlp_flops}
+    known = {
+        ATTENTION: _attention_flops,
+        "mla": _attention_flops,
+        MLP: _mlp_flops,
+        "moe": _expert_flops,
+        "mamba": _mamba_flops,
+    }
     if kind not in known:
         raise ValueError(f"a sublayer is {kind!r}; costs are known of {', '.join(known)}.")
     return sizes.region_tokens * known[kind](sizes) // sizes.tp
@@ -50,6 +57,18 @@ def _attention_flops(sizes: ModelSizes) -> int:
 
 def _mlp_flops(sizes: ModelSizes) -> int:
     return 2 * sizes.hidden_size * sizes.ffn_hidden_size * (3 if sizes.gated else 2)
+
+
+def _expert_flops(sizes: ModelSizes) -> int:
+    width = sizes.expert_ffn_hidden_size or sizes.ffn_hidden_size
+    return _mlp_flops(dataclasses.replace(sizes, ffn_hidden_size=width))
+
+
+def _mamba_flops(sizes: ModelSizes) -> int:
+    """Projections, and the scan as it is written: each state is multiplied, added to and read."""
+    mamba = sizes.mamba or MambaSizes.of(sizes.hidden_size)
+    projections = 2 * sizes.hidden_size * (mamba.projected + mamba.inner)
+    return projections + 6 * mamba.inner * mamba.state
 
 
 def logit_flops(sizes: ModelSizes) -> int:

@@ -15,7 +15,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_residuals.testing.ranks import run_ranks
-from megatron_residuals.testing.residual_toy import spec_for
+from megatron_residuals.testing.residual_toy import toy_spec
 from megatron_residuals.testing.toy_gpt import ToyGPT, ToyResult, merge, setup_parallel
 from megatron_residuals.testing.toy_training import ToyTrainer, Training
 
@@ -82,7 +82,7 @@ def start(toy: ToyGPT, residual: str | None, training: Training) -> ToyTrainer:
     """The toy on this rank, with random weights everywhere, in the mechanism too."""
     if not parallel_state.model_parallel_is_initialized():
         setup_parallel(toy)
-    return ToyTrainer(toy, residual and spec_for(residual), training)
+    return ToyTrainer(toy, residual and toy_spec(toy, residual), training)
 
 
 def named_chunks(trainer: ToyTrainer) -> list[tuple[str, torch.nn.Module]]:
