@@ -159,6 +159,8 @@ def _measure(plan: MemoryPlan, args: argparse.Namespace) -> dict[str, dict[str, 
     faults = [] if args.cp == 1 else ["the CPU host has no context parallelism; leave --cp out."]
     if args.host_layer_bytes is not None:
         faults.append("--host-layer-bytes is not of the CPU host's layers; leave it out.")
+    if args.pattern is not None:
+        faults.append("--pattern is of a hybrid model, and only GPTs are measured; leave it out.")
     raise_faults("--measure", faults)
     # Megatron warns of every accelerator library that is not there, some of it on stdout.
     level = logging.root.manager.disable

@@ -24,6 +24,7 @@ from megatron_residuals.text import count_faults, first_few, raise_faults
 PARTS = ("self_attention_residual", "mlp_residual")  # of one GPT layer, in order
 MIXER = "mixer_residual"  # of a Mamba layer
 HEAD = "residual_head"
+HYBRID_NORM = "final_norm"  # of a GPT: final_layernorm
 DECODER = "decoder."
 # Of several optimizers, as mixture-of-experts models have them, the host numbers the keys.
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
@@ -85,7 +86,8 @@ class ModelShape:
             source: what the keys are of, for errors.
 
         Raises:
-            ValueError: no decoder layers, layers with gaps or of two kinds, or no hidden size.
+            ValueError: no decoder layers, layers with gaps or of two kinds, no hidden size, or a
+                hybrid model, whose keys do not tell its layers.
         """
         found = [
             (match, shapes[key])
@@ -96,6 +98,11 @@ class ModelShape:
             raise ValueError(
                 f"{source}: no key of the form decoder.layers.…; this is not the checkpoint of a "
                 "Megatron-Core GPT model"
+            )
+        if any(f"{DECODER}{HYBRID_NORM}." in key for key in shapes):
+            raise ValueError(
+                f"{source}: {DECODER}{HYBRID_NORM} is of a hybrid model, and only GPTs are "
+                "converted; start from its weights with --finetune instead"
             )
         given = {"--num-layers": num_layers, "--hidden-size": hidden_size}
         faults = count_faults(1, **{k: size for k, size in given.items() if size is not None})

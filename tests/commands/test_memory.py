@@ -217,6 +217,23 @@ def test_wrong_input_gives_one_message_and_status_2(
     assert "Traceback" not in err
 
 
+def test_a_hybrid_model_of_the_same_sublayers_keeps_what_a_gpt_keeps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = f"memory {SIZES} --pp 2 --residual block_attnres --block-sublayers 4"
+    gpt = run_json(capsys, f"{command} --layers 4")
+    hybrid = run_json(capsys, f"{command} --pattern *-*-|*-*-")
+    assert hybrid["policies"] == gpt["policies"]
+    mamba = run_json(capsys, f"memory {SIZES} --residual mhc --pattern M-*E")
+    # a Mamba layer: gates and vectors, 8 groups, 32 heads; the scan's output, and the norm's
+    wide = TOKENS * (2 * 2048 + 2 * 8 * 128 + 32 + 2 * 2048) * 2
+    mlp = TOKENS * 2 * 4096 * 2  # and a layer of experts, without a width of its own
+    attention = host_bytes(capsys, "") // 32 - mlp
+    assert mamba["kept_parts"]["attention_and_mlp"] == wide + attention + 2 * mlp
+    _, _, err = run(capsys, f"{command} --pattern G-|*-")
+    assert "a sublayer is 'gdn'; sizes are known of attention, mla, mlp, moe, mamba" in err
+
+
 def test_every_example_of_the_help_runs(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "memory --help")
     assert status == 0 and out.endswith(EXAMPLES)

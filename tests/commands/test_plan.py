@@ -113,6 +113,8 @@ def test_bytes_follow_from_the_sizes_of_one_rank(
         ("--layout E|tt|t||tt|L --pp 2 --vpp 3 --layers 5", [0, 2, 1, 0, 2, 0]),
         ("--layers 14 --pp 4 --vpp 2 --first-stage-layers 2", [1, 2, 2, 2, 1, 2, 2, 2]),
         ("--layers 7 --pp 2 --last-stage-layers 3", [4, 3]),
+        ("--pattern *-|M*|E-|/*- --pp 2", [2, 2, 2, 0]),
+        ("--pattern *-M*E-G --pp 2 --first-stage-layers 3", [3, 4]),
         ("--layers 7 --pp 4 --account-for-embedding-in-pipeline-split", [1, 2, 2, 2]),
     ],
 )
@@ -129,6 +131,9 @@ def test_block_lengths_can_be_given_in_sublayers(capsys: pytest.CaptureFixture[s
     in_sublayers = run_json(capsys, "plan --layers 8 --pp 2 --vpp 2 --block-sublayers 4")
     full_attnres = run_json(capsys, "plan --layers 8 --pp 2 --vpp 2 --block-sublayers 1")
     assert in_layers == in_sublayers
+    # the layers of a hybrid model are sublayers
+    hybrid = run_json(capsys, f"plan --pattern {'*-*-|' * 3}*-*- --pp 2 --block-layers 4")
+    assert hybrid["boundaries"] == in_layers["boundaries"]
     assert full_attnres["max_rows_full"] == 13
 
 
@@ -136,12 +141,19 @@ def test_block_lengths_can_be_given_in_sublayers(capsys: pytest.CaptureFixture[s
     ("command", "words"),
     [
         ("plan --layers 33 --streams 4 --pp 4", "33 layers"),
-        ("plan --streams 4 --pp 4", "the depth is missing; give --layers, or --layout"),
+        ("plan --streams 4 --pp 4", "the depth is missing; give --layers, --layout or"),
         ("plan --layers 8 --streams 0", "num_streams is 0"),
         ("plan --layers 8 --block-layers 0", "block_layers is 0"),
         ("plan --layers 8 --block-layers 2 --pp 0", "num_ranks is 0"),
         ("plan --layout 'Ex|L' --streams 2 --pp 2", "'x' is left after expansion"),
         ("plan --layout 'Et|tL' --streams 2 --pp 2 --layers 3", "the model has 3"),
+        ("plan --pattern 'Q*|-' --streams 2 --pp 2", "'Q' is no layer; known are M G"),
+        ("plan --pattern '*|-|E' --streams 2 --pp 2", "3 stages do not divide by 2 pipeline ranks"),
+        (
+            "plan --pattern '*|-' --streams 2 --pp 2 --layers 3",
+            "--layers is 3, but --pattern has 2",
+        ),
+        ("plan --pattern '*-' --layout EttL --streams 2", "more than one of --layout, --pattern"),
         ("plan --layout 'Et|tL' --streams 2 --pp 2 --vpp 2", "1 chunks per rank; leave --vpp out"),
         (
             "plan --layers 8 --streams 2 --pp 2 --first-stage-layers 3 "

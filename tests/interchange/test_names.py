@@ -87,6 +87,12 @@ def test_stacking_all_layers_and_taking_them_apart_gives_the_same(
     )
 
 
+def test_a_hybrid_model_is_not_taken_for_a_gpt_with_as_many_layers() -> None:
+    keys = {"decoder.layers.0.mixer.in_proj.weight": (8, 4), "decoder.final_norm.weight": (4,)}
+    with pytest.raises(ValueError, match="final_norm is of a hybrid model, and only GPTs are conv"):
+        ModelShape.of(keys, hidden_size=4)
+
+
 def test_initial_parameters_are_those_of_every_layer_and_the_head() -> None:
     parameters = initial_parameters(ResidualConfig("mhc", streams=2), LAYERS, HIDDEN)
     assert len(parameters) == 2 * LAYERS * 5  # the mean has no parameters

@@ -13,14 +13,23 @@ import random
 import re
 import zlib
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_residuals.mcore.compat import host_version
+from megatron_residuals.mcore.hybrid import hybrid_model
 from megatron_residuals.testing import assert_close, run_ranks
-from megatron_residuals.testing.residual_toy import keep_residual_init, stack_for, toy_spec
+from megatron_residuals.testing.residual_toy import (
+    keep_residual_init,
+    spec_for,
+    stack_for,
+    toy_spec,
+)
 from megatron_residuals.testing.tolerances import Kind
 from megatron_residuals.testing.toy_gpt import (
     ToyGPT,
@@ -236,19 +245,45 @@ def test_experts_on_other_ranks_equal_one_process() -> None:
     assert_same_step(actual, train_toy(hybrid("*E-*E", **toy), spec))
 
 
+def without_delta_nets(config: Any, vp_stage: int | None) -> ModuleSpec:
+    spec = stack_for("mhc()")(config, vp_stage)
+    spec.submodules = dataclasses.replace(spec.submodules, gdn_layer=IdentityOp)
+    return spec
+
+
 def test_what_a_stack_cannot_be_built_of_is_refused() -> None:
+    cases = [
+        (dict(pattern="*-", config_overrides=dict(cuda_graph_impl="local")), stack_for("mhc()")),
+        (dict(pattern="G-"), without_delta_nets),
+        (dict(pattern="*-"), spec_for("mhc()")),  # of a GPT's layer
+    ]
+
     def refusals(toy: ToyGPT) -> list[str]:
         setup_parallel(toy)
         found = []
-        for pattern, overrides in (("*-", dict(cuda_graph_impl="local")), ("*D", {})):
-            with pytest.raises(ValueError) as refusal:
-                build_chunks(
-                    dataclasses.replace(toy, pattern=pattern, config_overrides=overrides),
-                    stack_for("mhc()"),
-                )
+        for options, spec in cases:
+            with pytest.raises((ValueError, TypeError)) as refusal:
+                build_chunks(dataclasses.replace(toy, **options), spec)
             found.append(str(refusal.value))
         return found
 
     (messages,) = run_ranks(1, refusals, hybrid("*-"))
     assert "CUDA graphs are not supported" in messages[0]
-    assert "Attention and MLA/DSA" in messages[1]
+    assert "the pattern has layers 'G', but the stack's spec has no gdn_layer" in messages[1]
+    assert "a hybrid model needs the spec of a HybridStack, not of" in messages[2]
+
+
+def test_a_hybrid_model_without_stages_or_without_a_pattern_is_refused() -> None:
+    # as in 0.16, where layers are given by their shares and no stage knows the others
+    spec = stack_for("mhc()")(SimpleNamespace(transformer_impl="local"), None)
+
+    def old(self: Any, config: Any, mamba_stack_spec: Any, hybrid_override_pattern: Any) -> None:
+        raise AssertionError
+
+    def new(self: Any, config: Any, stack_spec: Any, vp_stage: Any = None) -> None:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="use megatron-core 0.17 or newer"):
+        hybrid_model(old, print)(None, None, spec, "M*")
+    with pytest.raises(ValueError, match="needs its layers one by one: give --hybrid-layer-pat"):
+        hybrid_model(new, print)(None, None, spec)
