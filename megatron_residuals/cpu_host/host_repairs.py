@@ -76,6 +76,19 @@ def norm_hybrid_stacks() -> str | None:
     return f"{MambaStack.__name__}: a torch norm at its end, Transformer Engine is not installed"
 
 
+def localise_hybrid_layers() -> str | None:
+    """The host's own spec of hybrid models, which is in its scripts, has no other kind of layer."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+    from megatron_residuals.cpu_host.local_stack import local_stack_spec
+
+    if HAVE_TE:
+        return None
+    mamba_stack_spec.submodules = local_stack_spec().submodules
+    return "hybrid_stack_spec: local layers, Transformer Engine is not installed"
+
+
 def repair_checkpoint_without_output() -> str | None:
     """`CheckpointWithoutOutput()` takes its default `fp8=False` for a wish for fp8: NameError."""
     from megatron.core.tensor_parallel import random as host_random

@@ -84,6 +84,7 @@ def install(*, training: bool = False) -> Report:
             repairs=(
                 host_repairs.tag_torch_norm,
                 host_repairs.norm_hybrid_stacks,
+                host_repairs.localise_hybrid_layers,
                 host_repairs.repair_checkpoint_without_output,
                 host_repairs.define_te_general_gemm,
                 host_repairs.repair_process_memory,

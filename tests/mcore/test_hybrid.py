@@ -59,14 +59,26 @@ MECHANISMS = {
 }
 SMALL: dict[str, Any] = dict(hidden_size=16, num_heads=2, seq_length=6, num_microbatches=4)
 EXPERTS = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24)
+MIXERS = dict(
+    mamba_state_dim=8,
+    mamba_head_dim=8,
+    mamba_num_groups=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    activation_func=torch.nn.functional.silu,
+)
+EVERY = "M*-E*G"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def hybrid(pattern: str, **options: Any) -> ToyGPT:
     symbols = re.sub(r"/.*|\|", "", pattern)
-    if "E" in pattern:
-        options["bias"] = False  # with one the host's experts on a CPU end in an error
-        options["config_overrides"] = {**EXPERTS, **options.get("config_overrides", {})}
+    for kinds, overrides in (("E", EXPERTS), ("MG", MIXERS)):
+        if set(kinds) & set(symbols):
+            options["bias"] = False  # which the host's experts and mixers have not
+            options["config_overrides"] = {**overrides, **options.get("config_overrides", {})}
     return ToyGPT(num_layers=len(symbols), pattern=pattern, **{**SMALL, **options})
 
 
@@ -139,17 +151,17 @@ def test_attention_and_mlp_in_turns_are_the_gpt_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("pattern", "layout"),
     [
-        ("*--E*-", dict(pp=2)),  # the host cuts it itself
-        ("*--|E*-", dict(pp=2)),
-        ("*|--E*|-|", dict(pp=2, vpp=2)),  # uneven, and nothing in the last stage
-        ("|*-|-E|*-", dict(pp=4)),  # nothing behind the embedding
+        (EVERY, dict(pp=2)),  # the host cuts it itself
+        ("M*-|E*G", dict(pp=2)),
+        ("M|*-E*|G|", dict(pp=2, vpp=2)),  # uneven, and nothing in the last stage
+        ("|M*|-E|*G", dict(pp=4)),  # nothing behind the embedding
     ],
     ids=str,
 )
 def test_a_pipeline_cut_anywhere_equals_one_process_bit_for_bit(
     pattern: str, layout: dict[str, int]
 ) -> None:
-    assert_same(train(hybrid(pattern, **layout)), one_process("*--E*-"))
+    assert_same(train(hybrid(pattern, **layout)), one_process(EVERY))
 
 
 def test_tensor_and_sequence_parallelism_equal_one_process() -> None:
@@ -166,7 +178,7 @@ POLICIES = {
 
 def test_every_recompute_policy_computes_what_none_computes() -> None:
     texts = [text.format(p) for text, policies in POLICIES.items() for p in policies]
-    results = train(hybrid("*-|-*|-*|--", pp=2, vpp=2), {text: text for text in texts})
+    results = train(hybrid("M-|G*|E*|M-", pp=2, vpp=2), {text: text for text in texts})
     for text, policies in POLICIES.items():
         expected = results[text.format("none")]
         for policy in policies[1:]:
@@ -180,8 +192,8 @@ def test_the_full_recompute_of_the_host_computes_what_none_computes(
     overrides = dict(
         recompute_granularity="full", recompute_method=method, recompute_num_layers=layers
     )
-    actual = train(hybrid("*--|E*-", pp=2, config_overrides=overrides))
-    assert_same(actual, one_process("*--E*-"), "same_math")
+    actual = train(hybrid("M*-|E*G", pp=2, config_overrides=overrides))
+    assert_same(actual, one_process(EVERY), "same_math")
 
 
 AT_INIT = {
@@ -197,7 +209,7 @@ AT_INIT = {
 def test_at_initialisation_a_mechanism_is_the_stock_hybrid_model() -> None:
     # without an eps the norms are scale-invariant, which is what makes the models equal
     overrides = dict(layernorm_epsilon=1e-30)
-    toy = hybrid("*-E--*", dtype=torch.float64, config_overrides=overrides)
+    toy = hybrid("M-E*-G*", dtype=torch.float64, config_overrides=overrides)
     results = train(toy, AT_INIT, keep_residual_init)
     stock = results.pop("stock")
     for name, result in results.items():
@@ -210,7 +222,7 @@ def test_at_initialisation_a_mechanism_is_the_stock_hybrid_model() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_pattern_and_any_cut_equal_one_process(seed: int) -> None:
     rng = random.Random(seed)
-    symbols = [rng.choice("*-E") for _ in range(rng.randint(5, 8))]
+    symbols = [rng.choice("M*-EG") for _ in range(rng.randint(5, 8))]
     stages = rng.choice([2, 4])
     cuts = sorted(rng.randint(0, len(symbols)) for _ in range(stages - 1))
     ends = [0, *cuts, len(symbols)]

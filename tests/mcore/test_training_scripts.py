@@ -212,6 +212,7 @@ def hybrid(pattern: str) -> list[str]:
     words = " ".join(TOY)
     for option in gpt:
         words = words.replace(option, "")
+    words += " --mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2"
     return [*words.split(), "--hybrid-layer-pattern", pattern, "--position-embedding-type", "rope"]
 
 
@@ -221,7 +222,7 @@ def test_a_hybrid_script_trains_through_the_runner_and_resumes_where_it_saved(
 ) -> None:
     command = [*RUNNER, "--cpu-host", str(SCRIPT.with_name("pretrain_hybrid.py"))]
     command += ["--residual", "block_attnres", "--residual-block-layers", "2"]
-    toy = hybrid("*-|*|-*|-")
+    toy = hybrid("M*|-|M*|-")
     save = ["--save", "saved", "--save-interval", "2"]
     whole = train(scripts, tmp_path, [*command, *save], toy=toy)
     resumed = train(scripts, tmp_path, [*command, "--load", "saved", "--ckpt-step", "2"], toy=toy)
