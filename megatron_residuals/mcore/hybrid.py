@@ -17,17 +17,7 @@ from megatron_residuals.mcore.block import ResidualBlockMixin
 from megatron_residuals.mcore.compat import HybridStack, host_version, stage_layout
 from megatron_residuals.mcore.spec import replace_layer, residual_of, stack_spec
 from megatron_residuals.mcore.support import check_model
-
-LAYER_SPECS = {
-    "M": "mamba_layer",
-    "G": "gdn_layer",
-    "*": "attention_layer",
-    "D": "dsa_layer",
-    "+": "mla_layer",
-    "-": "mlp_layer",
-    "E": "moe_layer",
-}
-"""Where the submodules of a stack have the spec of a layer, by its symbol in the pattern."""
+from megatron_residuals.pipeline.pattern import KINDS
 
 
 class ResidualStackMixin(ResidualBlockMixin):
@@ -56,23 +46,21 @@ class ResidualStackMixin(ResidualBlockMixin):
         vp_stage: int | None,
         **kwargs: Any,
     ) -> None:
-        symbols = kwargs["layer_type_list"]
-        specs = {symbol: _layer_spec(submodules, symbol) for symbol in dict.fromkeys(symbols)}
+        layout = stage_layout(config, kwargs["pg_collection"].pp.size(), pattern)
+        fields = [f"{KINDS[symbol]}_layer" for symbol in dict.fromkeys(kwargs["layer_type_list"])]
+        specs = {field: _layer_spec(submodules, field) for field in fields}
         check_model(config, list(specs.values()), residual, whole_layers=False)
         submodules = copy.copy(submodules)
-        for symbol, spec in specs.items():
-            setattr(submodules, LAYER_SPECS[symbol], replace_layer(spec, residual))
+        for field, spec in specs.items():
+            setattr(submodules, field, replace_layer(spec, residual))
         super().__init__(config, submodules, *args, **kwargs)
-        layout = stage_layout(config, self.pp_group.size(), pattern)
         self._build_residual(residual, layout, vp_stage)
 
 
-def _layer_spec(submodules: Any, symbol: str) -> ModuleSpec:
-    spec = getattr(submodules, LAYER_SPECS[symbol], None)
+def _layer_spec(submodules: Any, field: str) -> ModuleSpec:
+    spec = getattr(submodules, field, None)
     if not isinstance(spec, ModuleSpec):
-        raise ValueError(
-            f"the pattern has layers {symbol!r}, but the stack's spec has no {LAYER_SPECS[symbol]}"
-        )
+        raise ValueError(f"the pattern has layers of which the stack's spec has no {field}")
     return spec
 
 

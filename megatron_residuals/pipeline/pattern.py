@@ -22,7 +22,7 @@ KINDS = {
     "-": MLP,
     "E": "moe",
 }
-"""The kind of a sublayer by the symbol of its layer."""
+"""The kind of a sublayer by the symbol of its layer; the host's stacks have ``<kind>_layer``."""
 STAGE_END, PREDICTION = "|", "/"
 
 

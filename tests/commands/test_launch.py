@@ -92,6 +92,10 @@ def notes(found: Forecast) -> str:
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             (4, 1, (1, 2, 2, 1), 4),
         ),
+        (
+            f"{TALL} {BATCH} --pipeline-model-parallel-size 2 --hybrid-layer-pattern M*-|E|M*|E-",
+            (2, 2, (3, 1, 2, 2), 2),
+        ),
     ],
 )
 def test_layers_chunks_and_micro_batches_are_the_hosts(
@@ -167,6 +171,20 @@ def test_our_own_refusals_come_before_or_from_the_same_table_as_in_a_run(read: A
         assert words in str(error.value), arguments
     stock = read(f"{SMALL} --fp32-residual-connection")  # the host's own block takes it
     assert "not taken into account: fp32_residual_connection = True" in notes(stock)
+
+
+def test_a_hybrid_launch_is_predicted_layer_by_layer(read: Any) -> None:
+    script = str(Path(SCRIPT).with_name("pretrain_hybrid.py"))
+    command = f"{TALL} {BATCH} --num-experts 4 --moe-router-topk 2 --residual mhc"
+
+    def kept(pattern: str) -> int:
+        found = read(f"{command} --hybrid-layer-pattern {pattern}", script=script)
+        return found.plan.predict().ranks[0].kept_parts["attention_and_mlp"]
+
+    assert kept("M*-E") + kept("*") == kept("M*") + kept("*-E")
+    assert kept("*E") - kept("*") == 2 * (kept("*-") - kept("*"))  # two experts for each token
+    with pytest.raises(ValueError, match="a sublayer is 'gdn'; sizes are known of"):
+        kept("G*")
 
 
 def test_every_size_that_is_counted_changes_the_answer(read: Any) -> None:

@@ -281,7 +281,7 @@ def test_what_a_stack_cannot_be_built_of_is_refused() -> None:
 
     (messages,) = run_ranks(1, refusals, hybrid("*-"))
     assert "CUDA graphs are not supported" in messages[0]
-    assert "the pattern has layers 'G', but the stack's spec has no gdn_layer" in messages[1]
+    assert "the pattern has layers of which the stack's spec has no gdn_layer" in messages[1]
     assert "a hybrid model needs the spec of a HybridStack, not of" in messages[2]
 
 

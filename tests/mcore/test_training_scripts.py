@@ -233,7 +233,6 @@ def test_a_hybrid_script_trains_through_the_runner_and_resumes_where_it_saved(
     assert list(whole.iterations) == [1, 2, 3, 4] and list(resumed.iterations) == [3, 4]
     for number in (3, 4):
         assert resumed.iterations[number].grad_norm == whole.iterations[number].grad_norm
-    assert resumed.iterations[4].loss == whole.iterations[4].loss
 
 
 def test_the_megatron_beside_the_script_is_the_one_that_runs(tmp_path: Path) -> None:
