@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.plan import TransferPlan
 
 
-class ResidualBlockMixin:
+class ResidualBlockMixin(MegatronModule):
     """Turns a host's stack of layers into one with an explicit residual state between its layers.
 
     The loop over the layers is ours, since the host's passes one hidden state; building layers,
@@ -37,6 +38,11 @@ class ResidualBlockMixin:
 
     final_norm_name: str
     """The attribute in which the host has the norm behind the last layer, if the stage has one."""
+    layers: Any
+    pg_collection: Any
+    tp_group: Any
+    pre_process: bool
+    input_tensor: Tensor | None
 
     def _build_residual(
         self, residual: ResidualConfig, layout: StageLayout, vp_stage: int | None

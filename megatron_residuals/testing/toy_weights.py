@@ -114,7 +114,7 @@ def _is_sharded(parameter: torch.nn.Parameter) -> bool:
 
 def _partition(parameter: Any) -> tuple[int, int]:
     """The dimension that a sharded parameter is split along, and in how many parts."""
-    return parameter.partition_dim, parameter.partition_stride
+    return parameter.partition_dim, getattr(parameter, "partition_stride", 1)
 
 
 def _own_shard(weight: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
