@@ -55,7 +55,7 @@ MECHANISMS = {
     "mhc": "mhc()",
     "mhc-dsv4": "mhc(streams=3, mhc_convention='dsv4')",
     "attnres": "attnres(transport='full')",
-    "blocks": "block_attnres(block_sublayers=3)",
+    "blocks": "block_attnres(block_sublayers=3, transport='full')",
 }
 SMALL: dict[str, Any] = dict(hidden_size=16, num_heads=2, seq_length=6, num_microbatches=4)
 EXPERTS = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24)
