@@ -33,7 +33,7 @@ SMALL = (
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 256"
 )
 TALL = SMALL.replace("--num-layers 8 ", "")
-BATCH = "--global-batch-size 8"
+BATCH, PP = "--global-batch-size 8", "--pipeline-model-parallel-size"
 
 
 @pytest.fixture
@@ -92,10 +92,7 @@ def notes(found: Forecast) -> str:
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             (4, 1, (1, 2, 2, 1), 4),
         ),
-        (
-            f"{TALL} {BATCH} --pipeline-model-parallel-size 2 --hybrid-layer-pattern M*-|E|M*|E-",
-            (2, 2, (3, 1, 2, 2), 2),
-        ),
+        (f"{TALL} {BATCH} {PP} 2 --hybrid-layer-pattern M*-|E|M*|E-", (2, 2, (3, 1, 2, 2), 2)),
     ],
 )
 def test_layers_chunks_and_micro_batches_are_the_hosts(
@@ -175,8 +172,7 @@ def test_our_own_refusals_come_before_or_from_the_same_table_as_in_a_run(read: A
 
 def test_a_hybrid_launch_is_predicted_layer_by_layer(read: Any) -> None:
     def kept(pattern: str) -> int:
-        moe = "--num-experts 4 --moe-router-topk 2"
-        found = read(f"{TALL} {BATCH} {moe} --residual mhc --hybrid-layer-pattern {pattern}")
+        found = read(f"{TALL} --num-experts 4 --moe-router-topk 2 --hybrid-layer-pattern {pattern}")
         return found.plan.predict().ranks[0].kept_parts["attention_and_mlp"]
 
     assert kept("M*-E") + kept("*") == kept("M*") + kept("*-E")
