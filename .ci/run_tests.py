@@ -34,6 +34,9 @@ OLDEST_TESTS = [
     "tests/diagnostics",
     "tests/kernels/test_agreement.py",
 ]
+HOSTS = ROOT / ".venv" / "hosts"
+TRANSFORMER_ENGINE = HOSTS / "transformer-engine"
+TRANSFORMER_ENGINE_TESTS = "tests/transformer_engine"
 # What one runs while working: arithmetic, mathematics, states, and each mechanism once through the
 # host's interleaved schedule.
 FAST_TESTS = [
@@ -154,9 +157,24 @@ def run_host(release: str, args: Sequence[str]) -> Outcome:
         if not python.exists():
             return Outcome(name, "not run", note=NO_OLD_PYTHON)
     else:
-        env["PYTHONPATH"] = str(ROOT / ".venv" / "hosts" / f"mcore-{release}")
+        env["PYTHONPATH"] = str(HOSTS / f"mcore-{release}")
     chosen = ["-m", "host and not newest", "--each-value-once", "tests/mcore"]
     return run_pytest(name, python, [*chosen, *args], env)
+
+
+def run_transformer_engine(release: str | None, args: Sequence[str]) -> Outcome:
+    """The tests of Transformer Engine's own classes, in a process that can import them.
+
+    On another release of the host (None: the newest) those of its specs alone.
+    """
+    name = f"transformer engine, {release or 'newest'}"
+    if not TRANSFORMER_ENGINE.exists():
+        return Outcome(name, "not run", note="make dev installs its Python")
+    folders = [TRANSFORMER_ENGINE, *([HOSTS / f"mcore-{release}"] if release else [])]
+    env = environment(PYTHONPATH=os.pathsep.join(map(str, folders)))
+    chosen = ["-m", "host and not newest"] if release else []
+    command = [*chosen, TRANSFORMER_ENGINE_TESTS, "-n", "0", *args]
+    return run_pytest(name, Path(sys.executable), command, env)
 
 
 def run_oldest(args: Sequence[str]) -> Outcome:
@@ -205,6 +223,9 @@ def main() -> int:
     outcomes += [run_host(release, args) for release in options.hosts]
     if any(release.startswith(OLDEST_HOST) for release in options.hosts):
         outcomes.append(run_oldest(args))
+    if not options.fast:
+        shared = [release for release in options.hosts if not release.startswith(OLDEST_HOST)]
+        outcomes += [run_transformer_engine(r, options.pytest_args) for r in (None, *shared)]
 
     print_slowest(outcomes)
     print_table(outcomes)

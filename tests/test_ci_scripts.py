@@ -175,10 +175,13 @@ def test_the_last_line_is_the_plain_total_and_a_failure_fails_the_whole(
     monkeypatch.setattr(runner, "run_pytest", run_pytest)
     monkeypatch.setattr(runner, "run_tool", lambda name, *_: runner.Outcome(name, "ok"))
     monkeypatch.setattr(runner, "OLDEST_PYTHON", Path("/nowhere/python"))
+    monkeypatch.setattr(runner, "TRANSFORMER_ENGINE", Path("/nowhere/transformer-engine"))
     monkeypatch.setattr(sys, "argv", ["run_tests.py", "--hosts", "0.16.1", "0.18.2"])
     assert runner.main() == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == "20 passed, 1 failed, 6 skipped"
+    engine = [line for line in printed if line.startswith("transformer engine")]
+    assert len(engine) == 2 and all("not run" in line for line in engine)
     for name in ("megatron-core 0.16.1", "oldest versions"):
         (old,) = [line for line in printed if line.startswith(name)]
         assert "not run" in old and "no Python 3.10/3.11 found" in old

@@ -155,6 +155,8 @@ class CpuTypeName(str):
 def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
+    if isinstance(device, int):  # the index of a GPU
+        return True
     return isinstance(device, torch.device) and device.type == "cuda"
 
 

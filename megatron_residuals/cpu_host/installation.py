@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_residuals.cpu_host import device_mapping, host_repairs, mixers, speed_only
+from megatron_residuals.cpu_host import (
+    device_mapping,
+    host_repairs,
+    mixers,
+    speed_only,
+    te_extension,
+)
 
 Step = Callable[[], str | None]
 
@@ -76,6 +82,7 @@ def install(*, training: bool = False) -> Report:
                 device_mapping.map_cuda_functions,
                 device_mapping.map_all_to_all_splits,
                 device_mapping.map_device_arguments,
+                te_extension.supply_extension,
             ),
             repairs=(host_repairs.add_typing_override, host_repairs.stub_paged_stash),
             speed=(speed_only.disable_torch_compile,),

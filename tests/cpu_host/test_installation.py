@@ -160,6 +160,7 @@ def test_the_gauges_of_a_straggler_report_read_zero() -> None:
     [
         lambda: torch.zeros(2, device="cuda"),
         lambda: torch.zeros(2, device=torch.device("cuda", 0)),
+        lambda: torch.zeros(2, device=0),
         lambda: torch.zeros(2, device=torch.cuda.current_device()),
         lambda: torch.zeros(2, pin_memory=True),
         lambda: torch.zeros(2).to("cuda"),
