@@ -1,0 +1,218 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fake tensors have no values, but some values decide shapes: how many tokens an expert gets.
+
+Whatever is computed from integers and masks that are known is computed for real beside the fake
+operation, and asked for where the host reads a number out of a tensor. Known are constants, what
+the data loader gives, and where tokens are routed: evenly, each to the experts behind the last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+MOST = 1 << 22  # elements: more decide no shape
+_ATEN = torch.ops.aten
+_NUMBERS = (_ATEN.item.default, _ATEN._local_scalar_dense.default, _ATEN.is_nonzero.default)
+_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class KnownValues(TorchDispatchMode):
+    """Computes known integers and masks for real. A number that nobody knows is 0, a mask False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """From now on the values of a fake tensor are those of a real one."""
+        self._real[fake] = real
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor, if they are known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if tensor.numel() <= MOST else None
+        return self._real.get(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NUMBERS:
+            return self._number(args[0], func is _ATEN.is_nonzero.default)
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        real = self._really(func, args, kwargs)
+        if func in (_ATEN.masked_select.default, _ATEN.nonzero.default, _ATEN.index.Tensor):
+            found = self._of_unknown_length(func, args, kwargs, real)
+        else:
+            found = func(*args, **kwargs)
+        if isinstance(real, Tensor) and isinstance(found, FakeTensor):
+            self._real[found] = real
+        elif isinstance(real, list | tuple):
+            for fake, value in zip(found, real, strict=True):
+                self._real[fake] = value
+        return found
+
+    def _number(self, tensor: Tensor, as_bool: bool) -> bool | int | float | complex:
+        real = self.of(tensor)
+        with _outside_modes():
+            number = (torch.zeros((), dtype=tensor.dtype) if real is None else real).item()
+        return bool(number) if as_bool else number
+
+    def _really(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The result on known values; None where it is not known."""
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        known = [self.of(leaf) for leaf in leaves]
+        if any(value is None for value in known) or not self._is_wanted(func, leaves, kwargs):
+            self._forget(func, args)
+            return None
+        with _outside_modes():
+            args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
+            real = func(*args, **kwargs)
+        return real if _is_discrete(real) else None
+
+    @staticmethod
+    def _is_wanted(func: Any, leaves: list[Tensor], kwargs: Any) -> bool:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if leaves:
+            return all(_is_discrete(leaf) for leaf in leaves)
+        return kwargs.get("dtype") in (torch.int64, torch.int32, torch.bool) and "empty" not in (
+            func.__name__
+        )
+
+    def _forget(self, func: Any, args: tuple[Any, ...]) -> None:
+        if func._schema.is_mutable and args and isinstance(args[0], FakeTensor):
+            self._real.pop(args[0], None)
+
+    def _of_unknown_length(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, real: Tensor | None
+    ) -> Tensor:
+        if real is not None:
+            return torch.empty(real.shape, dtype=real.dtype)
+        if func is _ATEN.masked_select.default and (mask := self.of(args[1])) is not None:
+            return args[0].new_empty(int(mask.expand(args[0].shape).sum()))
+        if func is _ATEN.index.Tensor:
+            return func(args[0], [self._index(index) for index in args[1]], **kwargs)
+        return func(*args, **kwargs)
+
+    def _index(self, index: Tensor | None) -> Tensor | None:
+        """A mask of one dimension as the positions in it, whose number is known."""
+        mask = None if index is None or index.dtype != torch.bool else self.of(index)
+        if mask is None or mask.ndim != 1:
+            return index
+        return torch.empty(int(mask.sum()), dtype=torch.int64)
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Every rank has what this one has."""
+        if "_coalesced_" in func.__name__:  # torch has no fake form of these
+            return _done(next(each for each in args if isinstance(each, torch.ScriptObject)))
+        found = func(*args, **kwargs)
+        if func.__name__.startswith(("_allgather_base_", "alltoall_base_")):
+            self._spread(args[0], args[1])
+        elif func.__name__.startswith("allgather_"):
+            for gathered, mine in zip(args[0], args[1], strict=True):
+                for each in gathered:
+                    self._spread(each, mine)
+        return found
+
+    def _spread(self, gathered: Tensor, mine: Tensor) -> None:
+        real = self.of(mine)
+        if real is not None and _is_discrete(real) and gathered.numel() <= MOST:
+            times = gathered.numel() // max(real.numel(), 1)
+            self._real[gathered] = real.reshape(-1).repeat(times).reshape(gathered.shape)
+
+
+class _Readable(TorchFunctionMode):
+    """``tolist`` and ``numpy`` of fake tensors, which torch refuses."""
+
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS and isinstance(args[0], FakeTensor):
+            real = self._values.of(args[0])
+            with _outside_modes():
+                if real is None:
+                    real = torch.zeros(args[0].shape, dtype=args[0].dtype)
+                return func(real, *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _done(group: torch.ScriptObject) -> torch.ScriptObject:
+    """The handle of a collective that is over."""
+    with _outside_modes():
+        _, work = torch.ops.c10d.broadcast_([torch.zeros(1)], group, 0, 0, False, -1)
+    handle: torch.ScriptObject = work
+    return handle
+
+
+def _is_discrete(value: Any) -> bool:
+    """Whether it is one integer tensor or mask, or several."""
+    tensors = value if isinstance(value, list | tuple) else (value,)
+    return all(
+        isinstance(each, Tensor)
+        and not (each.is_floating_point() or each.is_complex())
+        and each.numel() <= MOST
+        for each in tensors
+    )
+
+
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
+def known_values() -> Iterator[KnownValues]:
+    """Integers that decide shapes are known, and experts evenly loaded, inside a fake mode."""
+    with KnownValues() as values, _Readable(values), evenly_routed(values.know):
+        yield values
+
+
+@contextmanager
+def evenly_routed(know: Callable[[Tensor, Tensor], object]) -> Iterator[None]:
+    """Every router of the host sends token t to the experts t k ... t k + k - 1, in turn.
+
+    Args:
+        know: is told the routing map that a router has returned, and what it is to be.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    stock = TopKRouter.routing
+
+    @functools.wraps(stock)
+    def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        probabilities, chosen, *rest = stock(self, *args, **kwargs)
+        know(chosen, _even_map(*chosen.shape, self.topk))
+        return (probabilities, chosen, *rest)
+
+    with mock.patch.object(TopKRouter, "routing", routing):
+        yield
+
+
+def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
+    """[tokens, experts], True where a token goes."""
+    with _outside_modes():
+        found = torch.zeros(tokens, experts, dtype=torch.bool)
+        first = torch.arange(tokens) * topk
+        for i in range(topk):
+            found[torch.arange(tokens), (first + i) % experts] = True
+        return found
