@@ -166,7 +166,9 @@ def _row_bytes() -> int:
 def lasting(model: Sequence[nn.Module], optimizer: Any, book: Ledger) -> dict[str, set[int]]:
     """The storages that live through every step, by what they are."""
     parameters = [each for chunk in model for each in chunk.parameters()]
-    weights = book.serials([*parameters, *(b for chunk in model for b in chunk.buffers())])
+    # by the class: the host's wrapper has a list of that name
+    buffers = [each for chunk in model for each in nn.Module.buffers(chunk)]
+    weights = book.serials([*parameters, *buffers])
     gradients = book.serials(_gradients(parameters)) - weights
     states = book.serials(_states(optimizer)) - weights - gradients
     return {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: states}

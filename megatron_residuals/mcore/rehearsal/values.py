@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake tensors have no values, but some values decide shapes: how many tokens an expert gets.
 
-Whatever is computed from integers and masks that are known is computed for real beside the fake
-operation, and asked for where the host reads a number out of a tensor. Known are constants, what
-the data loader gives, and where tokens are routed: evenly, each to the experts behind the last.
+Whatever is computed from integers, masks and single numbers that are known is computed for real
+beside the fake operation, and asked for where the host reads a number out of a tensor. Known are
+constants, what the data loader gives, and where tokens are routed: evenly, each to the experts
+behind those of the last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +52,7 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _NUMBERS:
-            return self._number(args[0], func is _ATEN.is_nonzero.default)
+            return self.number(args[0], func is _ATEN.is_nonzero.default)
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         real = self._really(func, args, kwargs)
@@ -66,7 +67,8 @@ class KnownValues(TorchDispatchMode):
                 self._real[fake] = value
         return found
 
-    def _number(self, tensor: Tensor, as_bool: bool) -> bool | int | float | complex:
+    def number(self, tensor: Tensor, as_bool: bool) -> bool | int | float | complex:
+        """The number in a tensor."""
         real = self.of(tensor)
         with _outside_modes():
             number = (torch.zeros((), dtype=tensor.dtype) if real is None else real).item()
@@ -137,7 +139,7 @@ class KnownValues(TorchDispatchMode):
 
 
 class _Readable(TorchFunctionMode):
-    """``tolist`` and ``numpy`` of fake tensors, which torch refuses."""
+    """``tolist``, ``numpy`` and ``torch.tensor`` of fake tensors, which torch refuses."""
 
     def __init__(self, values: KnownValues) -> None:
         super().__init__()
@@ -152,6 +154,9 @@ class _Readable(TorchFunctionMode):
                 if real is None:
                     real = torch.zeros(args[0].shape, dtype=args[0].dtype)
                 return func(real, *args[1:], **(kwargs or {}))
+        if func is torch.tensor:
+            number = self._values.number
+            args = tree_map_only(FakeTensor, lambda each: number(each, False), args)
         return func(*args, **(kwargs or {}))
 
 
@@ -164,12 +169,11 @@ def _done(group: torch.ScriptObject) -> torch.ScriptObject:
 
 
 def _is_discrete(value: Any) -> bool:
-    """Whether it is one integer tensor or mask, or several."""
+    """Whether it is integers, a mask or a single number, or several of these."""
     tensors = value if isinstance(value, list | tuple) else (value,)
     return all(
         isinstance(each, Tensor)
-        and not (each.is_floating_point() or each.is_complex())
-        and each.numel() <= MOST
+        and each.numel() <= (1 if each.is_floating_point() or each.is_complex() else MOST)
         for each in tensors
     )
 
@@ -183,8 +187,19 @@ def _outside_modes() -> Iterator[None]:
 @contextmanager
 def known_values() -> Iterator[KnownValues]:
     """Integers that decide shapes are known, and experts evenly loaded, inside a fake mode."""
-    with KnownValues() as values, _Readable(values), evenly_routed(values.know):
+    in_place = mock.patch.object(nn.Module, "_apply", _apply_in_place)
+    with KnownValues() as values, _Readable(values), evenly_routed(values.know), in_place:
         yield values
+
+
+def _apply_in_place(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``Module._apply`` as for tensors that are no fakes: parameters stay the objects they are."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+        with torch.no_grad():
+            tensor.data = fn(tensor).detach()
+    return self
 
 
 @contextmanager

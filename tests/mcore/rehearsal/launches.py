@@ -17,7 +17,7 @@ SIZES = """
     --num-layers 4 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --seq-length 32
     --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
-    --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 1e-3
+    --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3
     --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 96 --num-workers 0
     --no-one-logger --transformer-impl local --distributed-backend gloo --use-cpu-initialization
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
@@ -73,8 +73,10 @@ CASES = (
 
 def for_real(scripts: Scripts, case: Case, folder: Path) -> list[dict[str, Any]]:
     """What every rank has kept, by rank."""
-    words = [str(Path(__file__).with_name("for_real.py")), str(case.script), *case.argv]
-    run = scripts.run(Order(words, folder, ranks=case.ranks, training=True))
+    script = str(Path(__file__).with_name("for_real.py"))
+    words = ["-m", "megatron_residuals.run", "--cpu-host", script, *case.argv]
+    env = {"ENTRY": str(case.script)}
+    run = scripts.run(Order(words, folder, ranks=case.ranks, env=env, training=True))
     lines = [line for line in run.log.splitlines() if line.startswith("for real:")]
     assert run.status == 0 and len(lines) == case.ranks, run.log[-6000:]
     found = [json.loads(line.removeprefix("for real:")) for line in lines]

@@ -72,7 +72,7 @@ def test_ranks_of_each_kind_are_taken_and_the_worst_is_named(
 ) -> None:
     found = rehearse(scripts, tmp_path, "4", *launch("--pipeline-model-parallel-size", "4"))
     assert found.status == 0, found.log
-    assert "4 ranks, TP 1 x PP 4, 8 micro-batches, mhc(" in found.log
+    assert "4 ranks, TP 1 x PP 4, 4 micro-batches, mhc(" in found.log
     assert "1+0 layers, embedding" in found.log
     assert "most: rank 0, " in found.log and "in the backward of stage 0, micro-batch" in found.log
     assert "as planned" in found.log and "not seen: " in found.log
