@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_residuals.mcore.rehearsal.places import Places
+from megatron_residuals.mcore.rehearsal.values import tensors_in
 
 PAYLOADS = "payloads"
 
@@ -62,7 +63,9 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        for tensor in _tensors(found):
+        if func.namespace == "prim":  # a look at the device or the layout
+            return found
+        for tensor in tensors_in(found):
             self._meet(tensor, func)
         if func.namespace == "c10d":
             self._communicated(func, args)
@@ -97,7 +100,7 @@ class Ledger(TorchDispatchMode):
     def _communicated(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func.__name__.partition(".")[0].strip("_")
         self.messages[name] += 1
-        tensors = list(_tensors(args))
+        tensors = list(tensors_in(args))
         self.message_bytes[name] += sum(tensor.nbytes for tensor in tensors)
         if name in ("send", "recv"):
             for tensor in tensors:
@@ -140,14 +143,6 @@ class Ledger(TorchDispatchMode):
 def _by_three(events: array[int]) -> Iterator[tuple[int, int, int]]:
     each = iter(events)
     return zip(each, each, each, strict=True)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 MOST = 1 << 22  # elements: more decide no shape
@@ -51,6 +51,8 @@ class KnownValues(TorchDispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a look at the device or the layout
+            return func(*args, **kwargs)
         if func in _NUMBERS:
             return self.number(args[0], func is _ATEN.is_nonzero.default)
         if func.namespace == "c10d":
@@ -76,25 +78,14 @@ class KnownValues(TorchDispatchMode):
 
     def _really(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """The result on known values; None where it is not known."""
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        known = [self.of(leaf) for leaf in leaves]
-        if any(value is None for value in known) or not self._is_wanted(func, leaves, kwargs):
+        leaves = list(tensors_in((args, tuple(kwargs.values()))))
+        if any(self.of(leaf) is None for leaf in leaves) or not _is_wanted(func, leaves, kwargs):
             self._forget(func, args)
             return None
         with _outside_modes():
             args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
             real = func(*args, **kwargs)
         return real if _is_discrete(real) else None
-
-    @staticmethod
-    def _is_wanted(func: Any, leaves: list[Tensor], kwargs: Any) -> bool:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return False
-        if leaves:
-            return all(_is_discrete(leaf) for leaf in leaves)
-        return kwargs.get("dtype") in (torch.int64, torch.int32, torch.bool) and "empty" not in (
-            func.__name__
-        )
 
     def _forget(self, func: Any, args: tuple[Any, ...]) -> None:
         if func._schema.is_mutable and args and isinstance(args[0], FakeTensor):
@@ -166,6 +157,25 @@ def _done(group: torch.ScriptObject) -> torch.ScriptObject:
         _, work = torch.ops.c10d.broadcast_([torch.zeros(1)], group, 0, 0, False, -1)
     handle: torch.ScriptObject = work
     return handle
+
+
+def _is_wanted(func: Any, known: list[Tensor], kwargs: Any) -> bool:
+    """Whether an operation on known values is worth doing, and says something."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if known:
+        return all(map(_is_discrete, known))
+    made = kwargs.get("dtype") in (torch.int64, torch.int32, torch.bool)
+    return made and "empty" not in func.__name__
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments, or in what an operation returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
 
 
 def _is_discrete(value: Any) -> bool:

@@ -64,6 +64,11 @@ CASES = (
         f"--qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 12 {PIPELINE}",
     ),
     Case(
+        "multi-token prediction",
+        "--residual block_attnres --residual-block-layers 2 --mtp-num-layers 1",
+        script=Path(__file__).with_name("predicts.py"),
+    ),
+    Case(
         "tensor parallel",
         "--residual mhc --tensor-model-parallel-size 2 --sequence-parallel "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
