@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -81,6 +82,11 @@ class FlashAttention(torch.autograd.Function):
         return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
 
 
+def _build(self: Any, config: Any, *_: Any, **__: Any) -> None:
+    """Whatever head sizes and ranks an attention is asked for, it keeps no parameters."""
+    MegatronModule.__init__(self, config)
+
+
 def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
     attended: Tensor = FlashAttention.apply(query, key, value)
     return attended
@@ -139,5 +145,5 @@ def without_transformer_engine(args: argparse.Namespace) -> Iterator[None]:
     for fusion in FUSIONS:
         setattr(args, fusion, False)
     args.no_persist_layer_norm = True
-    with mock.patch.object(DotProductAttention, "forward", _attend):
+    with mock.patch.multiple(DotProductAttention, __init__=_build, forward=_attend):
         yield

@@ -97,7 +97,7 @@ class KnownValues(TorchDispatchMode):
         if real is not None:
             return torch.empty(real.shape, dtype=real.dtype)
         if func is _ATEN.masked_select.default and (mask := self.of(args[1])) is not None:
-            return args[0].new_empty(int(mask.expand(args[0].shape).sum()))
+            return args[0].new_empty(_count(mask) * (args[0].numel() // mask.numel()))
         if func is _ATEN.index.Tensor:
             return func(args[0], [self._index(index) for index in args[1]], **kwargs)
         return func(*args, **kwargs)
@@ -107,7 +107,7 @@ class KnownValues(TorchDispatchMode):
         mask = None if index is None or index.dtype != torch.bool else self.of(index)
         if mask is None or mask.ndim != 1:
             return index
-        return torch.empty(int(mask.sum()), dtype=torch.int64)
+        return torch.empty(_count(mask), dtype=torch.int64)
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Every rank has what this one has."""
@@ -167,6 +167,12 @@ def _is_wanted(func: Any, known: list[Tensor], kwargs: Any) -> bool:
         return all(map(_is_discrete, known))
     made = kwargs.get("dtype") in (torch.int64, torch.int32, torch.bool)
     return made and "empty" not in func.__name__
+
+
+def _count(mask: Tensor) -> int:
+    """How much of a mask that is known is True."""
+    with _outside_modes():
+        return int(mask.sum())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from tests.scripts import Order, Scripts
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+MORE = Path(__file__).with_name("more_models.py")
 SIZES = """
     --num-layers 4 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --seq-length 32
     --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu
@@ -62,11 +63,12 @@ CASES = (
         "latent attention",
         "--residual hc --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 "
         f"--qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 12 {PIPELINE}",
+        script=MORE,
     ),
     Case(
         "multi-token prediction",
         "--residual block_attnres --residual-block-layers 2 --mtp-num-layers 1",
-        script=Path(__file__).with_name("predicts.py"),
+        script=MORE,
     ),
     Case(
         "tensor parallel",
