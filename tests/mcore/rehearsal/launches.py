@@ -24,6 +24,7 @@ SIZES = """
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
     --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
 """
+MHC = "--residual mhc --residual-mhc-sinkhorn-iterations 2"
 PIPELINE = "--pipeline-model-parallel-size 2"
 VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 LASTING = ("weights", "gradients", "optimizer states")
@@ -46,8 +47,8 @@ class Case:
 
 CASES = (
     Case("dense", "--use-distributed-optimizer --bf16"),
-    Case("mhc, group", f"--residual mhc --residual-recompute group {VIRTUAL}"),
-    Case("mhc, mix", f"--residual mhc --residual-recompute mix --bf16 {PIPELINE}"),
+    Case("mhc, group", f"{MHC} --residual-recompute group {VIRTUAL}"),
+    Case("mhc, mix", f"{MHC} --residual-recompute mix --bf16 {PIPELINE}"),
     Case("blocks, none", f"--residual block_attnres --residual-block-layers 1 {VIRTUAL}"),
     Case(
         "blocks, block",
@@ -72,7 +73,7 @@ CASES = (
     ),
     Case(
         "tensor parallel",
-        "--residual mhc --tensor-model-parallel-size 2 --sequence-parallel "
+        f"{MHC} --tensor-model-parallel-size 2 --sequence-parallel "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
 )

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_residuals.commands.rehearse import with_world
 from megatron_residuals.mcore.rehearsal.ranks import pipeline_rank, ranks_to_rehearse
-from tests.mcore.rehearsal.launches import SCRIPT, SIZES, VIRTUAL
+from tests.mcore.rehearsal.launches import MHC, SCRIPT, SIZES, VIRTUAL
 from tests.scripts import Order, Run, Scripts
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,7 +45,7 @@ def rehearse(scripts: Scripts, folder: Path, *words: str) -> Run:
 
 
 def launch(*more: str, script: Path = SCRIPT) -> list[str]:
-    return ["--cpu-host", str(script), *SIZES.split(), *VIRTUAL.split(), "--residual", "mhc", *more]
+    return ["--cpu-host", str(script), *SIZES.split(), *VIRTUAL.split(), *MHC.split(), *more]
 
 
 def fields(run: Run) -> dict[str, Any]:
