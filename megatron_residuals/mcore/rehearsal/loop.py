@@ -54,7 +54,7 @@ def loop_of_one_step(step: LoopStep, places: Places, *, on_gpu: bool) -> Iterato
         return model, optimizer, scheduler
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        with places.during("step of the optimizer"):
+        with places.during("outside the passes"):
             train(*args, **kwargs)
         step.is_over = True
         raise StepIsOver

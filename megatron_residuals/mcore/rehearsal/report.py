@@ -55,7 +55,7 @@ def rendered(rehearsal: Rehearsal, verdict: str | None) -> str:
         "",
         *table([_row(*pair) for pair in zip(rehearsal.kinds, rehearsal.ranks, strict=True)]),
         "",
-        f"most: rank {worst.rank}, {format_bytes(worst.total_bytes)} in the {worst.place}",
+        f"most: rank {worst.rank}, {format_bytes(worst.total_bytes)}: {worst.place}",
         *_hops(rehearsal.ranks),
         *_messages(worst),
         *(f"note: {note}" for note in rehearsal.notes),
@@ -67,7 +67,13 @@ def rendered(rehearsal: Rehearsal, verdict: str | None) -> str:
 def _row(kind: RankKind, rank: Rehearsed) -> dict[str, str]:
     sizes = {name: format_bytes(rank.bytes.get(name, 0)) for name in KINDS}
     peak = format_bytes(rank.total_bytes)
-    return {"rank": str(rank.rank), "has": kind.name, "peak": peak, **sizes, "in the": rank.place}
+    return {
+        "rank": str(rank.rank),
+        "has": kind.name,
+        "peak": peak,
+        **sizes,
+        "at the peak": rank.place,
+    }
 
 
 def _hops(ranks: Sequence[Rehearsed]) -> Iterator[str]:

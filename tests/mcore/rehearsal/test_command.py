@@ -70,11 +70,12 @@ def test_a_budget_that_is_exceeded_ends_in_an_error_and_the_policy_that_fits(
 def test_ranks_of_each_kind_are_taken_and_the_worst_is_named(
     scripts: Scripts, tmp_path: Path
 ) -> None:
-    found = rehearse(scripts, tmp_path, "4", *launch("--pipeline-model-parallel-size", "4"))
+    more = launch("--pipeline-model-parallel-size", "4", "--num-layers", "8")
+    found = rehearse(scripts, tmp_path, "4", *more)
     assert found.status == 0, found.log
     assert "4 ranks, TP 1 x PP 4, 4 micro-batches, mhc(" in found.log
-    assert "1+0 layers, embedding" in found.log
-    assert "most: rank 0, " in found.log and "in the backward of stage 0, micro-batch" in found.log
+    assert "1+1 layers, embedding" in found.log
+    assert "most: rank 0, " in found.log and ": backward of stage 0, micro-batch" in found.log
     assert "as planned" in found.log and "not seen: " in found.log
 
 
