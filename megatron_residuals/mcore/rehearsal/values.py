@@ -126,7 +126,8 @@ class KnownValues(TorchDispatchMode):
         real = self.of(mine)
         if real is not None and _is_discrete(real) and gathered.numel() <= MOST:
             times = gathered.numel() // max(real.numel(), 1)
-            self._real[gathered] = real.reshape(-1).repeat(times).reshape(gathered.shape)
+            with _outside_modes():
+                self._real[gathered] = real.reshape(-1).repeat(times).reshape(gathered.shape)
 
 
 class _Readable(TorchFunctionMode):
@@ -203,8 +204,14 @@ def _outside_modes() -> Iterator[None]:
 @contextmanager
 def known_values() -> Iterator[KnownValues]:
     """Integers that decide shapes are known, and experts evenly loaded, inside a fake mode."""
-    in_place = mock.patch.object(nn.Module, "_apply", _apply_in_place)
-    with KnownValues() as values, _Readable(values), evenly_routed(values.know), in_place:
+    with (
+        KnownValues() as values,
+        _Readable(values),
+        evenly_routed(values.know),
+        mock.patch.object(nn.Module, "_apply", _apply_in_place),
+        # torch would keep every storage that it copies as a key of its cache of fake operations
+        mock.patch.object(torch.UntypedStorage, "copy_", lambda storage, *_, **__: storage),
+    ):
         yield values
 
 

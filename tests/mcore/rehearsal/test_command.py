@@ -19,7 +19,7 @@ from megatron_residuals.mcore.rehearsal.ranks import pipeline_rank, ranks_to_reh
 from tests.mcore.rehearsal.launches import MHC, SCRIPT, SIZES, VIRTUAL
 from tests.scripts import Order, Run, Scripts
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 FAILS = """\
     import runpy
     from megatron.core.transformer.mlp import MLP
@@ -53,6 +53,7 @@ def fields(run: Run) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_exceeded_ends_in_an_error_and_the_policy_that_fits(
     scripts: Scripts, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_budget_that_is_exceeded_ends_in_an_error_and_the_policy_that_fits(
     )
 
 
+@pytest.mark.slow
 def test_ranks_of_each_kind_are_taken_and_the_worst_is_named(
     scripts: Scripts, tmp_path: Path
 ) -> None:

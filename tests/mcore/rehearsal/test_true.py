@@ -18,10 +18,15 @@ from tests.mcore.rehearsal.launches import (
 )
 from tests.scripts import Scripts
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
+FIRST, *OTHERS = CASES
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)],
+    ids=lambda case: case.name,
+)
 def test_a_rehearsal_finds_what_every_rank_keeps_for_real(
     case: Case, scripts: Scripts, tmp_path: Path
 ) -> None:
