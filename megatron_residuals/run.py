@@ -71,10 +71,13 @@ def _rehearse(
     options: argparse.Namespace, script_argv: list[str], residual: ResidualConfig | None
 ) -> int:
     from megatron_residuals.cpu_host import install as install_cpu_host
+    from megatron_residuals.mcore.training.reading import Printed, quiet
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU would be left alone, and is not needed
     try:
-        install_cpu_host(training=True)
+        with quiet(Printed()):
+            install_cpu_host(training=True)
+            import megatron_residuals.mcore.rehearsal.launch  # noqa: F401
     except RuntimeError as error:
         print(f"megatron_residuals.run: error: {one_line(error)}", file=sys.stderr)
         return 2

@@ -117,7 +117,7 @@ class Launch:
         return (
             f"{self.size} ranks, TP {args.tensor_model_parallel_size} x PP "
             f"{args.pipeline_model_parallel_size}, {max(self.reading.microbatches)} micro-batches, "
-            f"{self.residual or 'stock residual'}, Megatron-Core {host_version()}, as on "
+            f"{self.residual or 'stock residual'}, Megatron-Core {host_version().public}, as on "
             f"{'a GPU' if self.on_gpu else 'the CPU host'}"
         )
 
