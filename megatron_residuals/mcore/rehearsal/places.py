@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -75,6 +76,7 @@ class Places:
         # after an error the place stays where it was raised
         self._pass, self._modules = before
         self._renumber()
+        gc.collect()  # when Python finds cycles of its own accord is no property of a launch
 
     @contextlib.contextmanager
     def _in_residual(self) -> Iterator[None]:
@@ -106,6 +108,7 @@ class Places:
     def name_parts(self, chunks: Sequence[nn.Module], rank: int, num_ranks: int) -> None:
         """From now on layers, parts and stages have names."""
         self._rank, self._num_ranks = rank, num_ranks
+        gc.freeze()  # what is there now need not be looked through behind every pass
         for chunk in chunks:
             for name, module in chunk.named_modules():
                 if isinstance(module, SublayerResidual | ResidualHead):
