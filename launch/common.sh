@@ -53,7 +53,7 @@ COUNTS=(
   EVAL_INTERVAL EVAL_ITERS LOG_INTERVAL SAVE_INTERVAL
 )
 DECIMALS=(INIT_STD LR MIN_LR MOE_AUX_LOSS_COEFF MAX_MIB)
-SWITCHES=(DRY_RUN PREDICT)
+SWITCHES=(DRY_RUN PREDICT REHEARSE)
 
 # Refuses a number that is not written in digits, before it is calculated with: bash takes a name for
 # a variable and runs a command that stands in an index, and a leading 0 for octal.

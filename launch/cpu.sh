@@ -8,7 +8,7 @@
 #
 #   RESIDUAL=block_attnres RESIDUAL_OPTIONS="--residual-block-layers 1" launch/cpu.sh
 #
-# All variables of launch/pretrain.sh apply, DRY_RUN=1 among them.
+# All variables of launch/pretrain.sh apply, DRY_RUN=1 and REHEARSE=1 among them.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -21,5 +21,5 @@ export LAUNCHER=ft_launcher
 export NUM_NODES=${NUM_NODES:-1} MASTER_ADDR=${MASTER_ADDR:-localhost}
 export FT_OPTIONS=${FT_OPTIONS:---ft-rank-section-timeouts=setup:900,step:300,checkpointing:600 \
   --ft-rank-out-of-section-timeout=300}
-[[ ${DRY_RUN:-0} == 1 ]] || require_launcher
+[[ ${DRY_RUN:-0} == 1 || ${REHEARSE:-0} == 1 ]] || require_launcher
 exec "$ROOT/launch/multi_node.sh" -- "${EXTRA_ARGS[@]}"

@@ -11,7 +11,8 @@
 #
 # With the c10d rendezvous (the default) nodes need no numbers, and a failure on one restarts the
 # ranks of all, MAX_RESTARTS times (3), from the last checkpoint. A static rendezvous needs the
-# NODE_RANK of each node. All variables of launch/pretrain.sh apply, DRY_RUN=1 among them.
+# NODE_RANK of each node. All variables of launch/pretrain.sh apply, DRY_RUN=1 and REHEARSE=1 among
+# them.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -13,6 +13,9 @@
 #     NUM_NODES=4 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 launch/pretrain.sh
 #   DRY_RUN=1 RESIDUAL=mhc launch/pretrain.sh              print the command, what crosses the
 #                                                          pipeline and what is kept, and stop
+#   REHEARSE=1 RESIDUAL=mhc launch/pretrain.sh             run one step of it here on fake tensors, as
+#                                                          one rank of each kind: memory, messages;
+#                                                          REHEARSE_OPTIONS="--budget-gib 80"
 #   DEVICE=cpu GPUS_PER_NODE=2 ... launch/pretrain.sh      ranks on this machine's CPU, over gloo
 #
 # The common part of every launch; multi_node.sh, slurm.sh, fault_tolerant.sh and cpu.sh beside it
@@ -261,6 +264,11 @@ COMMAND=("${START[@]}" "${MODULE[@]}" "$ENTRY" "${KEPT[@]}" "${RESIDUAL_ARGS[@]}
 if [[ ${DRY_RUN:-0} == 1 ]]; then
   dry_run "$((NUM_NODES * GPUS_PER_NODE))" "${COMMAND[@]}"
   exit
+fi
+if [[ ${REHEARSE:-0} == 1 ]]; then
+  split_words REHEARSE_OPTIONS
+  exec "$PYTHON" -m megatron_residuals.run --rehearse "$((NUM_NODES * GPUS_PER_NODE))" \
+    "${OPTIONS[@]}" "${CPU_HOST[@]}" "$ENTRY" "${KEPT[@]}" "${RESIDUAL_ARGS[@]}" "${EXTRA_ARGS[@]}"
 fi
 require_launcher
 mkdir -p "$RUN_DIR"

@@ -9,6 +9,7 @@
 #   RESIDUAL=mhc PRESET=v4_layout CHECKPOINT_PATH=/shared/ckpt sbatch --nodes 8 launch/slurm.sh
 #   CONTAINER_IMAGE=/images/pytorch.sqsh CONTAINER_MOUNTS=/shared:/shared sbatch launch/slurm.sh
 #   DRY_RUN=1 NUM_NODES=4 launch/slurm.sh                  print what would be run, without SLURM
+#   REHEARSE=1 NUM_NODES=4 launch/slurm.sh                 one step on fake tensors, without SLURM
 #
 # Submit from the root of the repository, or set REPOSITORY. SCRIPT is what runs on a node:
 # multi_node.sh, or fault_tolerant.sh. SRUN_OPTIONS go to srun. Partition, account and time are
@@ -40,7 +41,7 @@ export NUM_NODES=${SLURM_JOB_NUM_NODES:-${NUM_NODES:-2}}
 export RDZV_ID=${RDZV_ID:-${SLURM_JOB_ID:-megatron-residuals}}
 if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
   [[ -n ${MASTER_ADDR:-} ]] || read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-elif [[ ${DRY_RUN:-0} != 1 ]]; then
+elif [[ ${DRY_RUN:-0} != 1 && ${REHEARSE:-0} != 1 ]]; then
   refuse "this is no SLURM job; submit it with sbatch, or set DRY_RUN=1 to see what it would run"
 fi
 export MASTER_ADDR=${MASTER_ADDR:-first-node}
@@ -59,6 +60,9 @@ STEP+=("${OPTIONS[@]}")
 # shellcheck disable=SC2016
 STEP+=(bash -c 'NODE_RANK=$SLURM_NODEID exec "$0" -- "$@"' "$ROOT/launch/$SCRIPT" "${EXTRA_ARGS[@]}")
 
+if [[ ${REHEARSE:-0} == 1 ]]; then
+  exec "$ROOT/launch/$SCRIPT" -- "${EXTRA_ARGS[@]}"
+fi
 if [[ ${DRY_RUN:-0} == 1 ]]; then
   printf '%q ' "${STEP[@]}"
   echo

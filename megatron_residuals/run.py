@@ -3,7 +3,8 @@
 """``python -m megatron_residuals.run [--cpu-host] SCRIPT ARGS…``: run a Megatron script as it is.
 
 Adds the ``--residual…`` flags to Megatron's own parser, replaces the named seams, and runs the
-script. Without ``--residual`` the script runs exactly as without us.
+script. Without ``--residual`` the script runs exactly as without us. With ``--rehearse`` it runs
+one training step of it on fake tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_residuals.commands.rehearse import add_rehearsal_options, rehearse, with_world
+from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import (
     FROM_FLAGS,
     SPECS,
@@ -48,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     current_folder = sys.path[0]  # put there by `python -m`; a script has its own folder instead,
     # and finds the Megatron beside it: so must we, who import Megatron first
     sys.path.insert(0, str(Path(options.script).resolve().parent))
+    if options.rehearse is not None:
+        return _rehearse(options, script_argv, residual)
     if options.cpu_host:
         from megatron_residuals.cpu_host import install as install_cpu_host
 
@@ -62,6 +67,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _rehearse(
+    options: argparse.Namespace, script_argv: list[str], residual: ResidualConfig | None
+) -> int:
+    from megatron_residuals.cpu_host import install as install_cpu_host
+    from megatron_residuals.mcore.training.reading import Printed, quiet
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU would be left alone, and is not needed
+    try:
+        with quiet(Printed()):
+            install_cpu_host(training=True)
+            import megatron_residuals.mcore.rehearsal.launch  # noqa: F401
+    except RuntimeError as error:
+        print(f"megatron_residuals.run: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    if residual is not None:
+        _prepare(script_argv)
+    return rehearse(options, script_argv, residual)
+
+
 def _split(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_residuals.run",
@@ -74,12 +98,14 @@ def _split(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="run Megatron on CPU with gloo; does nothing when a GPU is there",
     )
+    add_rehearsal_options(parser)
     parser.add_argument("script", metavar="SCRIPT", help="the Megatron script")
     parser.add_argument("script_argv", metavar="ARGS", nargs=argparse.REMAINDER)
-    first = next((word for word in argv if word != "--cpu-host"), "")
-    if first.startswith("-") and first not in ("-h", "--help"):
-        parser.error(f"{first} stands where SCRIPT is expected; arguments of the script follow it")
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(with_world(argv))
+    if unknown:
+        parser.error(
+            f"{unknown[0]} stands where SCRIPT is expected; arguments of the script follow it"
+        )
     if not Path(options.script).is_file():
         parser.error(f"{options.script} is not a file; give the path of a Megatron script")
     return options, options.script_argv

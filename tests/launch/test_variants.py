@@ -92,6 +92,19 @@ def test_the_fault_tolerant_launcher_runs_where_it_is_installed_and_is_asked_for
     assert result.returncode == 0 and result.stdout.startswith("started with ")
 
 
+@pytest.mark.parametrize("script", ["pretrain.sh", "multi_node.sh", "slurm.sh"])
+def test_a_rehearsal_is_of_all_ranks_and_starts_no_launcher(script: str, tmp_path: Path) -> None:
+    write_command(tmp_path, "python", 'printf "%q " "$@"')
+    options = {"REHEARSE": "1", "REHEARSE_OPTIONS": "--budget-gib 80", "PYTHON": "python"}
+    variables = {"NUM_NODES": "4", "MASTER_ADDR": "a", "RESIDUAL": "mhc", **options}
+    found = launch(script, "--", "--lr", "1", path=tmp_path, **variables)
+    assert found.returncode == 0, found.stderr
+    words = shlex.split(found.stdout)
+    assert words[:6] == ["-m", "megatron_residuals.run", "--rehearse", "32", "--budget-gib", "80"]
+    assert words[6] == str(ROOT / "examples" / "pretrain_gpt.py")
+    assert words[-4:] == ["--residual", "mhc", "--lr", "1"]
+
+
 def test_a_slurm_job_starts_one_launcher_per_node_in_a_container_if_asked() -> None:
     step, words = dry_run(
         "slurm.sh", "--", "--lr", "1 2", NUM_NODES="4", CONTAINER_IMAGE="/i.sqsh", SRUN_OPTIONS="-l"

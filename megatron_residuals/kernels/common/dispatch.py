@@ -53,14 +53,14 @@ def resolve(
         return "torch"
     usable = supported and tensor.dtype in TRITON_DTYPES
     if choice == "auto":
-        return "triton" if usable and tensor.is_cuda and triton_fault() is None else "torch"
+        return "triton" if usable and is_on_gpu(tensor) and triton_fault() is None else "torch"
     if not usable:
         kind = f"{tensor.dtype} tensors" if supported else f"shape {tuple(tensor.shape)}"
         raise ValueError(
             f"kernels='triton' has no {what} for {kind} (it takes float32, bfloat16 and float16); "
             "use kernels='auto' to fall back to plain PyTorch"
         )
-    if not tensor.is_cuda and not interpreting():
+    if not is_on_gpu(tensor) and not interpreting():
         raise RuntimeError(
             f"kernels='triton' was requested for {what}, but the tensor is on "
             f"{tensor.device}; move the model to a GPU, use kernels='auto', or set "
@@ -72,6 +72,11 @@ def resolve(
             f"tested (pip install '{requirement('triton')}') or use kernels='auto'"
         )
     return "triton"
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether kernels for a GPU take a tensor; a rehearsal of one says so of its own."""
+    return tensor.is_cuda
 
 
 def check_choice(choice: str, what: str, libraries: tuple[str, ...] = ()) -> str:

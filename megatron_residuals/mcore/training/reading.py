@@ -82,7 +82,7 @@ def read_launch(script: Path, argv: Sequence[str], gpus: int, *, for_gpus: bool 
         stack.enter_context(_as_rank_zero(script, argv, gpus))
         stack.enter_context(_stopped_behind_arguments(parsing))
         if for_gpus:
-            notes += stack.enter_context(_with_transformer_engine())
+            notes += stack.enter_context(with_transformer_engine())
         with in_the_hosts_words(printed):
             fault = _run(script)
             if fault is not None:
@@ -291,7 +291,7 @@ def _as_rank_zero(script: Path, argv: Sequence[str], gpus: int) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _with_transformer_engine() -> Iterator[list[str]]:
+def with_transformer_engine() -> Iterator[list[str]]:
     """The host's checks find Transformer Engine; gives a note where it is not there."""
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils

@@ -1,0 +1,149 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU would dispatch, on fake tensors that lie on the CPU of this machine.
+
+Fake tensors of a GPU have no backward where there is none, so all of them lie on the CPU, and
+operations that keep something else there than on a GPU are given the GPU's form here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_residuals.kernels.common import dispatch
+
+STAND_IN = """\
+Transformer Engine is not installed here: its layers are stood in for by the host's local ones \
+with flash attention"""
+# Kernels of others that the stand-ins do without; what they keep is the same.
+FUSIONS = (
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+)
+NO_TRITON = "Triton is not installed here: the residual path is rehearsed as plain PyTorch runs it"
+
+
+class _GpuForms(TorchFunctionMode):
+    """Norms and dropout as one operation, as on a GPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.nn.functional.rms_norm, torch.rms_norm):
+            return _rms_norm(*args, **kwargs)
+        if func is torch.nn.functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    normed: Tensor = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return normed
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+class FlashAttention(torch.autograd.Function):
+    """Keeps what flash attention keeps: its inputs, its output and a float32 per token and head.
+
+    Its numbers mean nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[s, b, heads, d], [s, b, groups, d], [s, b, groups, d_v] -> [s, b, heads * d_v]"""
+        s, b, heads, _ = query.shape
+        output = query.new_empty(s, b, heads * value.shape[-1])
+        sums = query.new_empty(b, heads, s, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of the inputs."""
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+
+
+def _build(self: Any, config: Any, *_: Any, **__: Any) -> None:
+    """Whatever head sizes and ranks an attention is asked for, it keeps no parameters."""
+    MegatronModule.__init__(self, config)
+
+
+def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    attended: Tensor = FlashAttention.apply(query, key, value)
+    return attended
+
+
+def _share_storage() -> Callable[[Tensor, Tensor], None]:
+    """The host's way to fill an emptied tensor again without a second copy."""
+
+    def share(target: Tensor, source: Tensor) -> None:
+        size = source.untyped_storage().size()
+        source.untyped_storage().resize_(0)
+        target.untyped_storage().resize_(size)
+
+    return share
+
+
+def _accumulate(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
+    """The gradient of a weight is added to what is there, without a tensor of its own."""
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """The host and the mechanisms dispatch as on a GPU."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel import random as host_random
+
+    fused = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (dispatch, "is_on_gpu", lambda tensor: True),
+            (layers, "_grad_accum_fusion_available", True),
+            (layers, "fused_weight_gradient_mlp_cuda", fused),
+            (host_random, "_get_share_storage", _share_storage),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        if hasattr(torch.ops.aten, "_fused_rms_norm"):
+            stack.enter_context(_GpuForms())
+        yield
+
+
+@contextlib.contextmanager
+def without_transformer_engine(args: argparse.Namespace) -> Iterator[None]:
+    """Local layers with flash attention stand in for those of Transformer Engine.
+
+    Raises:
+        ValueError: the launch quantizes, which only its own layers do.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if args.fp8 or getattr(args, "fp4", None):
+        raise ValueError(
+            "fp8 and fp4 are done by layers of Transformer Engine, which is not installed here; "
+            "install transformer-engine, or rehearse without them"
+        )
+    args.transformer_impl = "local"
+    for fusion in FUSIONS:
+        setattr(args, fusion, False)
+    args.no_persist_layer_norm = True
+    with mock.patch.multiple(DotProductAttention, __init__=_build, forward=_attend):
+        yield

@@ -1,0 +1,160 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A launch that Megatron has read, rehearsed rank by rank and under one policy after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.flags import MECHANISM_FLAG
+from megatron_residuals.kernels.common.dispatch import triton_fault
+from megatron_residuals.mcore.compat import host_version
+from megatron_residuals.mcore.rehearsal.devices import NO_TRITON, STAND_IN
+from megatron_residuals.mcore.rehearsal.one_rank import RehearsalError, Rehearsed, rehearse
+from megatron_residuals.mcore.rehearsal.ranks import RankKind, pipeline_rank, ranks_to_rehearse
+from megatron_residuals.mcore.rehearsal.report import Rehearsal
+from megatron_residuals.mcore.training.reading import Printed, Reading, quiet, read_launch
+from megatron_residuals.text import format_bytes
+
+RECOMPUTE_FLAG = f"{MECHANISM_FLAG}-recompute"
+EVEN_LOAD = "experts are evenly loaded; a rank whose experts get more tokens needs more"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A script, its arguments, and what Megatron has made of them.
+
+    Attributes:
+        size: ranks of all nodes together.
+        on_gpu: whether it dispatches as on a GPU.
+    """
+
+    script: Path
+    argv: tuple[str, ...]
+    size: int
+    residual: ResidualConfig | None
+    on_gpu: bool
+    reading: Reading
+
+    @classmethod
+    def read(
+        cls,
+        script: str,
+        argv: Sequence[str],
+        size: int,
+        residual: ResidualConfig | None,
+        *,
+        on_gpu: bool,
+    ) -> Launch:
+        """Let Megatron read it.
+
+        Raises:
+            HostRefusalError: what Megatron has against it.
+        """
+        reading = read_launch(Path(script), argv, size, for_gpus=on_gpu)
+        return cls(Path(script), tuple(argv), size, residual, on_gpu, reading)
+
+    def kinds(self, ranks: Sequence[int] | None = None) -> list[RankKind]:
+        """One rank of each kind, or those that are asked for.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        args = self.reading.args
+        if ranks is None:
+            return ranks_to_rehearse(args, self.reading.config)
+        wrong = [rank for rank in ranks if not 0 <= rank < self.size]
+        if wrong:
+            raise ValueError(f"--ranks {wrong}: this launch has ranks 0 to {self.size - 1}")
+        return [RankKind(rank, pipeline_rank(args, rank), "as asked") for rank in ranks]
+
+    def rehearse(self, kinds: Sequence[RankKind], policy: str | None = None) -> Rehearsal:
+        """Some ranks, under the launch's own policy of recomputation or another.
+
+        Raises:
+            RehearsalError: a rank has ended in an error; says where.
+        """
+        argv = (*self.argv, *((RECOMPUTE_FLAG, policy) if policy else ()))
+        ranks = [self._in_a_process(argv, kind.rank) for kind in kinds]
+        return Rehearsal(self._heading(), kinds, ranks, self._notes())
+
+    def _in_a_process(self, argv: Sequence[str], rank: int) -> Rehearsed:
+        """What the host sets up is one for a process, so every rank gets one of its own."""
+        fork = multiprocessing.get_context("fork")
+        here, there = fork.Pipe(duplex=False)
+        process = fork.Process(target=self._as_rank, args=(there, argv, rank))
+        process.start()
+        there.close()
+        try:
+            found: Rehearsed | RehearsalError = here.recv()
+        except EOFError:
+            found = RehearsalError(f"rank {rank}: its process has ended without a word")
+        process.join()
+        if isinstance(found, RehearsalError):
+            raise found
+        return found
+
+    def _as_rank(self, there: Connection, argv: Sequence[str], rank: int) -> None:
+        printed = Printed()
+        found: Rehearsed | RehearsalError
+        try:
+            with quiet(printed):
+                found = rehearse(self.script, argv, rank, self.size, on_gpu=self.on_gpu)
+        except RehearsalError as error:
+            found = RehearsalError(str(error))
+        except SystemExit as error:
+            last = (printed.getvalue().strip().splitlines() or [f"status {error.code}"])[-1]
+            found = RehearsalError(f"rank {rank}: the script ends itself: {last}")
+        there.send(found)
+
+    def _heading(self) -> str:
+        args = self.reading.args
+        return (
+            f"{self.size} ranks, TP {args.tensor_model_parallel_size} x PP "
+            f"{args.pipeline_model_parallel_size}, {max(self.reading.microbatches)} micro-batches, "
+            f"{self.residual or 'stock residual'}, Megatron-Core {host_version().public}, as on "
+            f"{'a GPU' if self.on_gpu else 'the CPU host'}"
+        )
+
+    def _notes(self) -> list[str]:
+        notes = [] if self.on_gpu else list(self.reading.notes)
+        if self.on_gpu and self.reading.args.transformer_impl == "transformer_engine":
+            notes.append(STAND_IN)
+        if self.on_gpu and triton_fault() is not None:
+            notes.append(NO_TRITON)
+        if self.reading.config.num_moe_experts:
+            notes.append(EVEN_LOAD)
+        return notes
+
+    def verdict(self, rehearsal: Rehearsal, budget_gib: float) -> str:
+        """Whether the launch fits, or which policy makes it fit at the least extra work."""
+        head, worst = f"{budget_gib:g} GiB: ", rehearsal.worst
+        if rehearsal.fits(budget_gib):
+            return f"{head}it fits, with {format_bytes(worst.total_bytes)} at most"
+        fullest = [kind for kind in rehearsal.kinds if kind.rank == worst.rank]
+        for policy in self._other_policies():
+            if not self.rehearse(fullest, policy).fits(budget_gib):
+                continue
+            other = self.rehearse(rehearsal.kinds, policy)
+            if other.fits(budget_gib):
+                return (
+                    f"{head}it does not fit; the cheapest recomputation that fits is "
+                    f"{RECOMPUTE_FLAG} {policy}, with {format_bytes(other.worst.total_bytes)} on "
+                    f"rank {other.worst.rank}"
+                )
+        return (
+            f"{head}it does not fit, nor with another {RECOMPUTE_FLAG}; use more pipeline or "
+            "tensor-parallel ranks, or smaller micro-batches"
+        )
+
+    def _other_policies(self) -> list[str]:
+        """Those of the mechanism besides the launch's own, least extra work first."""
+        if self.residual is None or self.reading.config.recompute_granularity == "full":
+            return []
+        known = ("none", *self.residual.entry.recompute)
+        return [policy for policy in known if policy != self.residual.recompute]
