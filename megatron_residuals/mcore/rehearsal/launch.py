@@ -18,7 +18,13 @@ from megatron_residuals.mcore.rehearsal.devices import NO_TRITON, STAND_IN
 from megatron_residuals.mcore.rehearsal.one_rank import RehearsalError, Rehearsed, rehearse
 from megatron_residuals.mcore.rehearsal.ranks import RankKind, pipeline_rank, ranks_to_rehearse
 from megatron_residuals.mcore.rehearsal.report import Rehearsal
-from megatron_residuals.mcore.training.reading import Printed, Reading, quiet, read_launch
+from megatron_residuals.mcore.training.reading import (
+    Printed,
+    Reading,
+    in_the_hosts_words,
+    quiet,
+    read_launch,
+)
 from megatron_residuals.text import format_bytes
 
 RECOMPUTE_FLAG = f"{MECHANISM_FLAG}-recompute"
@@ -63,11 +69,13 @@ class Launch:
         """One rank of each kind, or those that are asked for.
 
         Raises:
+            HostRefusalError: what Megatron has against the split of its layers.
             ValueError: there is no such rank.
         """
-        args = self.reading.args
+        args, printed = self.reading.args, Printed()
         if ranks is None:
-            return ranks_to_rehearse(args, self.reading.config)
+            with quiet(printed), in_the_hosts_words(printed):
+                return ranks_to_rehearse(args, self.reading.config)
         wrong = [rank for rank in ranks if not 0 <= rank < self.size]
         if wrong:
             raise ValueError(f"--ranks {wrong}: this launch has ranks 0 to {self.size - 1}")
