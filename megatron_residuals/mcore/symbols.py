@@ -90,6 +90,7 @@ SYMBOLS = (
         "tells the order of messages",
     ),
     _symbol("utils.get_model_config", "model", "finds the route of a model"),
+    _symbol("parallel_state.create_group", "ranks", "makes the groups of messages"),
     _symbol("dist_checkpointing.load", "sharded_state_dict checkpoint_dir strict", "replaced"),
     _symbol("dist_checkpointing.mapping.ShardedTensor", "key data", "read in requests"),
     _symbol(
