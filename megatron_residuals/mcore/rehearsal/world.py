@@ -17,11 +17,12 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend "fake")
+from torch.distributed.distributed_c10d import Store
 
 FAKE = "fake"
 
 
-class EchoStore(dist.Store):
+class EchoStore(Store):
     """A key-value store in which every rank says what this one says.
 
     A key that ends in the number of a rank has the last value given to the same key of any rank.
