@@ -104,7 +104,7 @@ def replace_layer(spec: ModuleSpec, residual: ResidualConfig) -> ModuleSpec:
 def _replace_block(
     submodules: TransformerBlockSubmodules, residual: ResidualConfig
 ) -> ResidualBlockSubmodules:
-    layer_specs = [replace_layer(spec, residual) for spec in submodules.layer_specs]
+    layer_specs = [replace_layer(spec, residual) for spec in submodules.layer_specs or ()]
     return ResidualBlockSubmodules(layer_specs, submodules.layer_norm, residual)
 
 

@@ -47,6 +47,7 @@ from megatron.core.utils import get_model_config
 from megatron_residuals.mcore.compat import HYBRID_MODEL, stock_hybrid_stack
 from megatron_residuals.testing.ranks import run_ranks
 from megatron_residuals.testing.toy_weights import (
+    Chunk,
     Initialise,
     default_initialise,
     full_grads,
@@ -162,7 +163,7 @@ def transformer_config(toy: ToyGPT) -> TransformerConfig:
 
 def build_chunks(
     toy: ToyGPT, spec: SpecLike = None, *, initialise: Initialise = default_initialise
-) -> list[torch.nn.Module]:
+) -> list[Chunk]:
     """This rank's model chunks, one per virtual stage, with weights that no layout changes.
 
     Args:
@@ -175,7 +176,7 @@ def build_chunks(
     chunks = []
     for chunk_index in range(toy.vpp or 1):
         vp_stage = None if toy.vpp is None else chunk_index
-        options = dict(
+        options: dict[str, Any] = dict(
             vocab_size=toy.vocab_size,
             max_sequence_length=max(toy.lengths),
             pre_process=rank == 0 and chunk_index == 0,
@@ -189,7 +190,8 @@ def build_chunks(
         else:
             layers = _resolve(spec, config, vp_stage)
             prediction = _prediction_spec(layers, config, vp_stage)
-            chunk = GPTModel(config, layers, mtp_block_spec=prediction, **options)
+            given: Any = layers  # the host takes the specs of all layers too
+            chunk = GPTModel(config, given, mtp_block_spec=prediction, **options)
         # Torch's norms are born float32, whatever `params_dtype` says.
         chunk.to(toy.dtype)
         initialise_chunk(chunk, initialise, toy.seed)
@@ -198,7 +200,7 @@ def build_chunks(
 
 
 def train_step(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[Chunk],
     toy: ToyGPT,
     *,
     forward_only: bool = False,
@@ -315,11 +317,12 @@ def _step(toy: ToyGPT, spec: SpecLike, initialise: Initialise) -> ToyResult:
 
 def _hybrid_chunk(
     toy: ToyGPT, spec: SpecLike, config: TransformerConfig, options: dict[str, Any]
-) -> torch.nn.Module:
-    stack = spec if isinstance(spec, ModuleSpec) else (spec or _stock_stack)(config, None)
+) -> Chunk:
+    make: Any = spec or _stock_stack
+    stack = spec if isinstance(spec, ModuleSpec) else make(config, None)
     module, _, model = HYBRID_MODEL.rpartition(".")
     build = getattr(importlib.import_module(module), model)
-    chunk: torch.nn.Module = build(config, stack, hybrid_layer_pattern=toy.pattern, **options)
+    chunk: Chunk = build(config, stack, hybrid_layer_pattern=toy.pattern, **options)
     return chunk
 
 

@@ -39,6 +39,7 @@ from megatron_residuals.testing.toy_gpt import (
     train_step,
 )
 from megatron_residuals.testing.toy_weights import (
+    Chunk,
     Initialise,
     default_initialise,
     named_globally,
@@ -55,7 +56,7 @@ class Training:
     """Arguments of `DistributedDataParallelConfig`."""
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Arguments of `OptimizerConfig`, over plain Adam."""
-    prepare: Callable[[Sequence[torch.nn.Module]], None] | None = None
+    prepare: Callable[[Sequence[Chunk]], None] | None = None
     """Called with the chunks before they are wrapped: freezes, adds adapters, spies."""
 
 
@@ -115,7 +116,7 @@ class ToyTrainer:
         if ddp.overlap_grad_reduce:
             syncs = [model.no_sync for model in self.models]
             # the host annotates one function and takes one for each chunk
-            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]  # type: ignore[assignment]
+            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
     def accumulate(self) -> list[float]:
         """Gradients of one step; the losses of this rank's micro-batches on the last stage."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+Chunk: TypeAlias = Any
+"""A model chunk: the host's GPTModel, or its hybrid model, which has another name by release."""
 Initialise = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor | None]
 """(global name, full shape, generator) -> full weight, or None to keep what the module chose."""
 
@@ -36,7 +37,7 @@ def default_initialise(
     return weight + 1 if "norm" in name and name.endswith("weight") else weight
 
 
-def named_globally(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_globally(chunk: Chunk) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(global name, parameter) of one model chunk."""
     layers: Any = chunk.decoder.layers
     numbers = [layer.layer_number - 1 for layer in layers]
@@ -52,14 +53,14 @@ def named_globally(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
         )
 
 
-def _first_expert(chunk: GPTModel) -> int:
+def _first_expert(chunk: Chunk) -> int:
     ranks = parallel_state.get_expert_model_parallel_world_size()
     rank = parallel_state.get_expert_model_parallel_rank()
     return int(rank * (chunk.config.num_moe_experts or 0) // ranks)
 
 
 @torch.no_grad()
-def initialise_chunk(chunk: GPTModel, initialise: Initialise, seed: int) -> None:
+def initialise_chunk(chunk: Chunk, initialise: Initialise, seed: int) -> None:
     """Sets every parameter to this rank's share of a weight that depends on name and seed alone."""
     for name, parameter in named_globally(chunk):
         shape = list(parameter.shape)
@@ -72,7 +73,7 @@ def initialise_chunk(chunk: GPTModel, initialise: Initialise, seed: int) -> None
             parameter.copy_(_own_shard(weight, parameter))
 
 
-def full_grads(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
+def full_grads(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     """{global name: gradient} of this rank's parameters, whole over TP; zeros where none arrived.
 
     A collective call: it does, on copies, what `finalize_model_grads` does without data parallelism
@@ -93,12 +94,12 @@ def full_grads(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
     return grads
 
 
-def _repeats_embedding(chunk: GPTModel) -> bool:
+def _repeats_embedding(chunk: Chunk) -> bool:
     """Whether the last stage has the embedding too: as output weight, or to predict more tokens."""
     return bool(chunk.share_embeddings_and_output_weights or chunk.config.mtp_num_layers)
 
 
-def _sum_over_stages(grads: dict[str, torch.Tensor], chunk: GPTModel) -> None:
+def _sum_over_stages(grads: dict[str, torch.Tensor], chunk: Chunk) -> None:
     # One process has one embedding parameter, and a stage that is both first and last has too.
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and _EMBEDDING in grads:
         torch.distributed.all_reduce(grads[_EMBEDDING], group=parallel_state.get_embedding_group())

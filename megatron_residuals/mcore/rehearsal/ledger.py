@@ -50,7 +50,7 @@ class Ledger(TorchDispatchMode):
     """Writes down, for the length of a ``with`` block, every storage that an operation makes."""
 
     def __init__(self, places: Places) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
         self._serials: dict[int, int] = {}  # of storages that exist, by their address
         self._sizes: list[int] = []

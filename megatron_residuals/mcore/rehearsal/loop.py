@@ -67,7 +67,7 @@ def loop_of_one_step(step: LoopStep, places: Places, *, on_gpu: bool) -> Iterato
         def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
             count(*args, **kwargs)
             checks.close()
-            _settle(global_vars._GLOBAL_ARGS, stack, on_gpu=on_gpu)
+            _settle(global_vars.get_args(), stack, on_gpu=on_gpu)
 
         for owner, name, value in (
             (global_vars, count.__name__, init_num_microbatches_calculator),

@@ -185,6 +185,7 @@ def _own_functions() -> list[type[torch.autograd.Function]]:
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
+    inner: Any = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner

@@ -34,7 +34,7 @@ class KnownValues(TorchDispatchMode):
     """Computes known integers and masks for real. A number that nobody knows is 0, a mask False."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._real: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def know(self, fake: Tensor, real: Tensor) -> None:
@@ -239,7 +239,8 @@ def evenly_routed(know: Callable[[Tensor, Tensor], object]) -> Iterator[None]:
     @functools.wraps(stock)
     def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
         probabilities, chosen, *rest = stock(self, *args, **kwargs)
-        know(chosen, _even_map(*chosen.shape, self.topk))
+        tokens, experts = chosen.shape
+        know(chosen, _even_map(tokens, experts, self.topk))
         return (probabilities, chosen, *rest)
 
     with mock.patch.object(TopKRouter, "routing", routing):
