@@ -27,6 +27,7 @@ __all__ = [
     "block_attnres",
     "from_flags",
     "hc",
+    "ihc",
     "mhc",
     "residual",
     "residual_spec",
@@ -77,6 +78,7 @@ def _named(mechanism: str | None) -> DeferredSpec:
 residual = _named("residual")
 hc = _named("hc")
 mhc = _named("mhc")
+ihc = _named("ihc")
 attnres = _named("attnres")
 block_attnres = _named("block_attnres")
 from_flags = _named(None)

@@ -53,7 +53,7 @@ FLOORS = {
     "mechanisms.sources.probe": floor(4, "torch"),
     "mechanisms.streams.panels": floor(4),
     "mechanisms.sources.panels": floor(4),
-    "mechanisms.streams.deepseek_v4": floor(4, "torch"),
+    "mechanisms.streams.public": floor(4, "torch"),
     "mechanisms.sources.kimi_k3": floor(4, "torch"),
     "settings": floor(0),
     "text": floor(0),

@@ -7,9 +7,9 @@ Standard library only; what needs PyTorch is imported by the methods that build 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.diagnostics.metric import Metric
@@ -17,8 +17,6 @@ from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.traffic import Planes, plain
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
     from torch import Tensor
 
@@ -57,6 +55,39 @@ class Reading(NamedTuple):
     sublayer: int
     within: range
     depth: DepthMap | None
+
+
+class PublicLayout(Protocol):
+    """Parameters under the names of released models: a module or an object with these.
+
+    Attributes:
+        NAME: of the layout.
+        MODEL_TYPES: of the models, as their configurations say.
+        SAID: settings that the names alone say.
+        SETTINGS: words of a released configuration: our name, and how many of ours one of theirs
+            is.
+    """
+
+    NAME: str
+    MODEL_TYPES: tuple[str, ...]
+    SAID: Mapping[str, Setting]
+    SETTINGS: Mapping[str, tuple[str, int | float]]
+
+    @property
+    def matches(self) -> Callable[[str], bool]:
+        """Whether a name in a file is one of the parameters here."""
+
+    @property
+    def public_config(self) -> Callable[[ResidualConfig, int], dict[str, Setting]]:
+        """The options under the names of a released configuration, for a number of layers."""
+
+    @property
+    def export_parameters(self) -> Callable[..., dict[str, Tensor]]:
+        """(parameters, config, num_layers) -> tensors under public names."""
+
+    @property
+    def import_parameters(self) -> Callable[..., dict[str, Tensor]]:
+        """(tensors, config, num_layers, hidden_size) -> parameters."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +226,8 @@ class Mechanism:
 
     # outside a run
 
-    def public_layout(self) -> ModuleType | None:
-        """The module of its names in released models, as ``streams.deepseek_v4``; None for none."""
+    def public_layout(self) -> PublicLayout | None:
+        """Its names in released models, as ``streams.public`` has them; None for none."""
         return None
 
     # settings

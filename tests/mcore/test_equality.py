@@ -21,6 +21,7 @@ MECHANISMS = {
     "hc-static": "hc(streams=2, hc_dynamic=False)",
     "mhc": "mhc()",
     "mhc-dsv4": "mhc(streams=3, mhc_convention='dsv4')",
+    "ihc": "ihc(streams=2)",
     "full-attnres": "attnres(transport='full')",
     "block-attnres": "block_attnres(block_sublayers=3, transport='full')",
 }
@@ -78,6 +79,7 @@ AT_INIT = [f"block_attnres(block_sublayers={s}, attnres_eps=1e-30)" for s in (1,
 AT_INIT += ["attnres(attnres_eps=1e-30)", "hc()", "hc(streams=1)", "mhc()", "mhc(streams=1)"]
 AT_INIT += ["mhc(streams=3, contraction='sum')", "mhc(mhc_init='symmetric')"]
 AT_INIT += ["mhc(mhc_convention='dsv4', mhc_eps=1e-30)"]
+AT_INIT += ["ihc(mhc_eps=1e-30, ihc_gate_eps=1e-30)"]
 
 
 @functools.cache

@@ -167,6 +167,7 @@ MECHANISMS = [
     ResidualConfig("mhc", streams=3),
     ResidualConfig("mhc", streams=3, mhc_convention="dsv4"),
     ResidualConfig("mhc", streams=1, contraction="sum"),
+    ResidualConfig("ihc", streams=3),
     ResidualConfig("attnres"),
     ResidualConfig("block_attnres", block_layers=2),
     ResidualConfig("block_attnres", block_sublayers=5),

@@ -62,7 +62,7 @@ def update_and_read(
 
     Everything mHC does between two sublayers is one step of autograd: the streams between them are
     written and read back once, and their gradient is never stored. Kept are references to the
-    inputs, the streams and h_pre, and 2n + n^2 + 1 numbers per token. With the backend ``liger`` it
+    inputs, the streams and h_pre, and K + 1 numbers per token. With the backend ``liger`` it
     is three steps instead of one, and keeps more.
 
     Raises:
@@ -103,10 +103,16 @@ def mhc_coefficients(
 
 
 def mhc_head_weights(
-    streams: Tensor, mapping: Tensor, bias: Tensor, scale: Tensor, *, eps: float
+    streams: Tensor,
+    mapping: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    eps: float,
+    gate_eps: float | None = None,
 ) -> Tensor:
     """``functional.mhc_head_weights``; keeps a reference to the streams."""
-    head = functools.partial(reference.mhc_head_weights, eps=eps)
+    head = functools.partial(reference.mhc_head_weights, eps=eps, gate_eps=gate_eps)
     weights: Tensor = recomputed(head, streams, mapping, bias, scale)
     return weights
 

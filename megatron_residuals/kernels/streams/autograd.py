@@ -51,7 +51,7 @@ class WriteStreams(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, name: Backend, *update: Tensor) -> Tensor:
+    def forward(ctx: Any, name: Backend, *update: Any) -> Tensor:
         """The streams after the write."""
         ctx.name = name
         ctx.save_for_backward(*update)
@@ -85,7 +85,7 @@ class UpdateAndRead(torch.autograd.Function):
         h_post: Tensor | None,
         h_res: Tensor | None,
         *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """One pass over the streams."""
         ctx.name, ctx.options = name, options
         given = _given(streams, output, h_post, h_res)
@@ -94,14 +94,16 @@ class UpdateAndRead(torch.autograd.Function):
             found, mixes = _backend(name).update_and_read(before, _wide(weights, streams), options)
         written = streams.view_as(streams) if given is None else found.streams.view(streams.shape)
         lead = streams.shape[:-2]
-        x, h_pre, *others = (value.view(*lead, *value.shape[1:]) for value in found[1:])
+        x, h_pre, *others = (
+            None if value is None else value.view(*lead, *value.shape[1:]) for value in found[1:]
+        )
         ctx.mark_non_differentiable(h_pre)
         kept = Kept(streams if given is None else written, h_pre, mixes)
         ctx.save_for_backward(streams, output, h_post, h_res, *kept, *weights)
         return written, x, h_pre, *others
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """One pass; for frozen inputs None."""
         streams, output, h_post, h_res, *kept, mapping, bias, alpha = ctx.saved_tensors
         read, h_pre, mixes = kept
@@ -109,7 +111,7 @@ class UpdateAndRead(torch.autograd.Function):
         pairs = zip(gradients, (2, 1, 1, 1, 2), strict=True)
         with without_autocast(streams):
             d_before, d_weights = _backend(ctx.name).update_and_read_backward(
-                StreamRead(*[rows(gradient, ndim) for gradient, ndim in pairs]),
+                StreamRead(*[None if g is None else rows(g, ndim) for g, ndim in pairs]),
                 Kept(rows(read, 2), rows(h_pre), mixes),
                 None if given is None else _rows_of(given),
                 _wide(weights, streams),
@@ -135,7 +137,7 @@ def _backend(name: Backend) -> StreamBackend:
 def _given(
     streams: Tensor, output: Tensor | None, h_post: Tensor | None, h_res: Tensor | None
 ) -> StreamUpdate | None:
-    if output is None or h_post is None or h_res is None:
+    if output is None or h_post is None:
         return None
     return StreamUpdate(streams, output, h_post, h_res)
 
@@ -143,16 +145,17 @@ def _given(
 def _rows_of(update: StreamUpdate) -> StreamUpdate:
     """A write in rows, its coefficients in float32 or wider."""
     streams, output, h_post, h_res = update
-    dtype = wide_dtype(streams, h_res)
-    return StreamUpdate(
-        rows(streams, 2), rows(output), rows(h_post).to(dtype), rows(h_res, 2).to(dtype)
-    )
+    dtype = wide_dtype(streams, h_post)
+    mixing = None if h_res is None else rows(h_res, 2).to(dtype)
+    return StreamUpdate(rows(streams, 2), rows(output), rows(h_post).to(dtype), mixing)
 
 
 def _shaped(flat: StreamUpdate, given: StreamUpdate) -> StreamUpdate:
     """Gradients of a write in the shapes and dtypes of what it took."""
     pairs = zip(flat, given, strict=True)
-    return StreamUpdate(*[found.view(each.shape).to(each.dtype) for found, each in pairs])
+    return StreamUpdate(
+        *[f if f is None or g is None else f.view(g.shape).to(g.dtype) for f, g in pairs]
+    )
 
 
 def _wide(weights: tuple[Tensor, ...], streams: Tensor) -> MhcWeights:

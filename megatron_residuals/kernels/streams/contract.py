@@ -4,7 +4,8 @@
 
 For a function of ``functional.streams`` it has one of the same name, and one for its gradients. All
 tensors are contiguous, one row for each token: streams [T, n, d], x and outputs [T, d], h_pre and
-h_post [T, n], h_res [T, n, n]; coefficients and weights are float32 or wider.
+h_post [T, n], h_res [T, n, n], or None for the identity; coefficients and weights are float32 or
+wider. K is the number of coefficients of a token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Kept(NamedTuple):
     Attributes:
         streams: those that were read, updated or not.
         h_pre: the coefficients of the read.
-        mixes: 2n + n^2 + 1 numbers per token, from which all coefficients can be computed again.
+        mixes: K + 1 numbers per token, from which all coefficients can be computed again.
     """
 
     streams: Tensor

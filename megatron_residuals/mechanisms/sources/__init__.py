@@ -24,13 +24,12 @@ from megatron_residuals.pipeline.traffic import (
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
     from megatron_residuals.diagnostics.journal import Journal
     from megatron_residuals.diagnostics.page import Panel
+    from megatron_residuals.mechanisms.base import PublicLayout
     from megatron_residuals.mechanisms.sources.module import DepthAttention, DepthHead
     from megatron_residuals.mechanisms.sources.probe import SourceProbe
     from megatron_residuals.modules import SourceState
@@ -225,7 +224,7 @@ class AttnRes(Sources):
 
         return panels(run, self.prefix)
 
-    def public_layout(self) -> ModuleType:
+    def public_layout(self) -> PublicLayout:
         """Kimi-K3's."""
         from megatron_residuals.mechanisms.sources import kimi_k3
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-Connections and their manifold-constrained form: n parallel residual streams."""
+"""Hyper-Connections and their constrained forms: n parallel residual streams."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option
-from megatron_residuals.mechanisms.streams.metrics import OF_HC, OF_MHC, STREAMS
+from megatron_residuals.mechanisms.streams.metrics import GATES, MIXING, OF_HC, OF_MHC, STREAMS
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.traffic import Planes, contraction, streams
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
     from megatron_residuals.diagnostics.journal import Journal
     from megatron_residuals.diagnostics.page import Panel
+    from megatron_residuals.mechanisms.base import PublicLayout
     from megatron_residuals.mechanisms.streams.module import StreamHead, StreamResidual
-    from megatron_residuals.mechanisms.streams.probe import HcProbe, MhcProbe
+    from megatron_residuals.mechanisms.streams.probe import HcProbe, IdentityProbe, MhcProbe
     from megatron_residuals.modules import StreamState
 
 CONVENTIONS = ("paper", "dsv4")
@@ -35,7 +34,7 @@ HC_NORMS = ("layernorm", "rmsnorm")
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What both forms read. ``contraction_default`` is what ``auto`` stands for."""
+    """What all forms read. ``contraction_default`` is what ``auto`` stands for."""
 
     streams: int = option(
         4,
@@ -46,7 +45,7 @@ class StreamOptions:
     contraction: str = option(
         "auto",
         "how the streams become one hidden state at the end (auto: HC sum, mHC paper mean, "
-        "mHC dsv4 learned)",
+        "mHC dsv4 and iHC learned)",
         choices=CONTRACTIONS,
     )
 
@@ -65,8 +64,13 @@ class StreamOptions:
         """Of the norm in a learned head."""
         return PAPER_EPS
 
+    @property
+    def resolved_gate_eps(self) -> float | None:
+        """What gates have added, where that is not the eps of the norm."""
+        return None
 
-PAPER_EPS, DSV4_EPS = 1e-20, 1e-6
+
+PAPER_EPS, DSV4_EPS, HY4_EPS = 1e-20, 1e-6, 1e-5
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,29 @@ class HcOptions(StreamOptions):
 
 
 @dataclass(frozen=True)
-class MhcOptions(StreamOptions):
+class GateOptions(StreamOptions):
+    """Options of sigmoid gates."""
+
+    mhc_eps: float | None = option(
+        None,
+        "eps of the norm in front of mHC's and iHC's coefficients and, with dsv4, of the Sinkhorn "
+        "steps and gates (default: 1e-20 paper, 1e-6 dsv4, 1e-5 iHC)",
+        above=0.0,
+    )
+    mhc_alpha_init: float = option(
+        0.01, "initial value of the gating factors of mHC and iHC", binds=False
+    )
+    mhc_init: str = option(
+        "a6",
+        "initial biases of mHC and iHC: a6 (one home stream per sublayer, near-identity H_res) or "
+        "symmetric (all zero; streams then never separate unless another parameter breaks the tie)",
+        choices=INITIALISATIONS,
+        binds=False,
+    )
+
+
+@dataclass(frozen=True)
+class MhcOptions(GateOptions):
     """Options of mHC."""
 
     mhc_convention: str = option(
@@ -94,22 +120,6 @@ class MhcOptions(StreamOptions):
         "one",
     )
     mhc_sinkhorn_iterations: int = option(20, "column+row normalisations of H_res", minimum=1)
-    mhc_eps: float | None = option(
-        None,
-        "eps of the mHC norm and, with dsv4, of its Sinkhorn steps and gates "
-        "(default: 1e-20 paper, 1e-6 dsv4)",
-        above=0.0,
-    )
-    mhc_alpha_init: float = option(
-        0.01, "initial value of the three mHC gating factors", binds=False
-    )
-    mhc_init: str = option(
-        "a6",
-        "initial mHC biases: a6 (one home stream per sublayer, near-identity H_res) or symmetric "
-        "(all zero; streams then never separate unless another parameter breaks the tie)",
-        choices=INITIALISATIONS,
-        binds=False,
-    )
 
     @property
     def contraction_default(self) -> str:
@@ -122,6 +132,28 @@ class MhcOptions(StreamOptions):
         if self.mhc_eps is not None:
             return self.mhc_eps
         return DSV4_EPS if self.mhc_convention == "dsv4" else PAPER_EPS
+
+
+@dataclass(frozen=True)
+class IhcOptions(GateOptions):
+    """Options of iHC."""
+
+    ihc_gate_eps: float = option(1e-6, "what iHC adds to its gates", above=0.0)
+
+    @property
+    def contraction_default(self) -> str:
+        """Hy4 learns its head."""
+        return "learned"
+
+    @property
+    def resolved_mhc_eps(self) -> float:
+        """``mhc_eps``, or Hy4's."""
+        return HY4_EPS if self.mhc_eps is None else self.mhc_eps
+
+    @property
+    def resolved_gate_eps(self) -> float:
+        """``ihc_gate_eps``."""
+        return self.ihc_gate_eps
 
 
 class Streams(Mechanism):
@@ -158,6 +190,7 @@ class Streams(Mechanism):
             num_streams=config.streams,
             contraction=config.resolved_contraction,
             eps=config.resolved_mhc_eps,
+            gate_eps=config.resolved_gate_eps,
             device=place.device,
         )
 
@@ -190,7 +223,7 @@ class HyperConnections(Streams):
     """HC (arXiv 2409.19606)."""
 
     options = HcOptions
-    metrics = (*STREAMS, *OF_HC)
+    metrics = (*MIXING, *STREAMS, *OF_HC)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> HcProbe:
         """Its coefficients and streams."""
@@ -223,13 +256,29 @@ class HyperConnections(Streams):
         return n * hidden_size * (1 + copies) + n * (n + 4) if config.hc_dynamic else 0
 
 
-class ManifoldHyperConnections(Streams):
+class GatedStreams(Streams):
+    """Coefficients from one projection of all streams together, through sigmoids."""
+
+    def coefficients(self, config: ResidualConfig) -> int:
+        """K of a token."""
+        raise NotImplementedError
+
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """All coefficients, the projections they come from, and the mean square."""
+        return 2 * self.coefficients(config) + 1
+
+    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
+        """With the eps that a None stands for."""
+        return {**super().record(config, depth), "mhc_eps": config.resolved_mhc_eps}
+
+
+class ManifoldHyperConnections(GatedStreams):
     """mHC (arXiv 2512.24880) in two conventions."""
 
     summary = "the same, mixing constrained to doubly stochastic matrices"
     options = MhcOptions
     libraries = ("liger",)
-    metrics = (*STREAMS, *OF_MHC)
+    metrics = (*MIXING, *STREAMS, *GATES, *OF_MHC)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> MhcProbe:
         """Its coefficients and streams."""
@@ -237,33 +286,34 @@ class ManifoldHyperConnections(Streams):
 
         return MhcProbe(self, config, depth)
 
+    def coefficients(self, config: ResidualConfig) -> int:
+        """Gates and the mixing matrix."""
+        n: int = config.streams
+        return 2 * n + n * n
+
     def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
         """Gates and a Sinkhorn-normalised matrix."""
+        from megatron_residuals import functional
         from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
 
         return ManifoldHyperConnection(
             place.hidden_size,
             num_streams=config.streams,
             home_stream=place.sublayer % config.streams,
-            convention=config.mhc_convention,
-            iterations=config.mhc_sinkhorn_iterations,
-            eps=config.resolved_mhc_eps,
+            options=functional.MhcOptions(
+                config.mhc_convention, config.mhc_sinkhorn_iterations, config.resolved_mhc_eps
+            ),
             alpha_init=config.mhc_alpha_init,
             initialisation=config.mhc_init,
             kernels=config.kernels,
             device=place.device,
         )
 
-    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
-        """Gates and mixing matrix, the projections they come from, and the mean square."""
-        n: int = config.streams
-        return 2 * (2 * n + n * n) + 1
-
-    def public_layout(self) -> ModuleType:
+    def public_layout(self) -> PublicLayout:
         """DeepSeek-V4's."""
-        from megatron_residuals.mechanisms.streams import deepseek_v4
+        from megatron_residuals.mechanisms.streams.public import DEEPSEEK_V4
 
-        return deepseek_v4
+        return DEEPSEEK_V4
 
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Liger has four streams and DeepSeek's convention."""
@@ -272,10 +322,49 @@ class ManifoldHyperConnections(Streams):
         without = super().kernel_fault(config)
         return without or liger.fault(config.streams, config.mhc_convention)
 
-    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
-        """With the eps that the convention fills in."""
-        return {**super().record(config, depth), "mhc_eps": config.resolved_mhc_eps}
+
+class IdentityHyperConnections(GatedStreams):
+    """iHC: mHC without mixing (an ablation of mHC, arXiv 2512.24880; Hy4)."""
+
+    summary = "a gated sum of n streams, which are not mixed"
+    options = IhcOptions
+    metrics = (*STREAMS, *GATES)
+
+    def probe(self, config: ResidualConfig, depth: DepthMap | None) -> IdentityProbe:
+        """Its gates and streams."""
+        from megatron_residuals.mechanisms.streams.probe import IdentityProbe
+
+        return IdentityProbe(self, config, depth)
+
+    def coefficients(self, config: ResidualConfig) -> int:
+        """Gates alone."""
+        return 2 * config.streams
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
+        """Gates."""
+        from megatron_residuals import functional
+        from megatron_residuals.mechanisms.streams.module import IdentityHyperConnection
+
+        return IdentityHyperConnection(
+            place.hidden_size,
+            num_streams=config.streams,
+            home_stream=place.sublayer % config.streams,
+            options=functional.MhcOptions(
+                "identity", 0, config.resolved_mhc_eps, config.ihc_gate_eps
+            ),
+            alpha_init=config.mhc_alpha_init,
+            initialisation=config.mhc_init,
+            kernels=config.kernels,
+            device=place.device,
+        )
+
+    def public_layout(self) -> PublicLayout:
+        """Hy4's."""
+        from megatron_residuals.mechanisms.streams.public import HY4
+
+        return HY4
 
 
 HC = HyperConnections("hc")
 MHC = ManifoldHyperConnections("mhc")
+IHC = IdentityHyperConnections("ihc")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-Connections and their manifold-constrained form: one module, two ways to coefficients."""
+"""Hyper-Connections and their constrained forms: one module, several ways to coefficients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PendingWrite(NamedTuple):
     streams: Tensor
     h_pre: Tensor
     h_post: Tensor
-    h_res: Tensor
+    h_res: Tensor | None
 
 
 class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
@@ -65,7 +65,7 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
 
     @abstractmethod
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
-        """h_pre, h_post [..., n] and h_res [..., n, n] for streams [..., n, d]."""
+        """h_pre, h_post [..., n] and h_res [..., n, n], or None, for streams [..., n, d]."""
 
     def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
         """``read``: the weighted sum of the streams."""
@@ -156,59 +156,70 @@ class ManifoldHyperConnection(StreamResidual):
         *,
         num_streams: int,
         home_stream: int,
-        convention: str,
-        iterations: int,
-        eps: float,
+        options: MhcOptions,
         alpha_init: float,
         initialisation: str,
         kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
         super().__init__(kernels)
-        self.num_streams, self.home_stream = num_streams, home_stream
-        self.convention, self.iterations, self.eps = convention, iterations, eps
+        self.num_streams, self.home_stream, self.options = num_streams, home_stream, options
         self.alpha_init, self.initialisation = alpha_init, initialisation
-        columns = 2 * num_streams + num_streams**2
+        columns = sum(options.sizes(num_streams))
         self.mapping_weight = new_parameter(columns, num_streams * hidden_size, device=device)
         self.bias = new_parameter(columns, device=device)
         self.alpha_pre = new_parameter(1, device=device)
         self.alpha_post = new_parameter(1, device=device)
-        self.alpha_res = new_parameter(1, device=device)
+        self.alpha_res = new_parameter(1, device=device) if options.mixes else None
         self.reset_parameters()
+
+    @property
+    def alphas(self) -> list[Tensor]:
+        """The gating factors, that of mixing where streams are mixed."""
+        found = (self.alpha_pre, self.alpha_post, self.alpha_res)
+        return [alpha for alpha in found if alpha is not None]
 
     def reset_parameters(self) -> None:
         """Zero mapping; biases of appendix A.6 (one home stream per sublayer) or all zero."""
         nn.init.zeros_(self.mapping_weight)
         nn.init.zeros_(self.bias)
-        for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
+        for alpha in self.alphas:
             nn.init.constant_(alpha, self.alpha_init)
-        if self.initialisation == "a6":
-            n = self.num_streams
-            with torch.no_grad():
-                self.bias[:n] = -A6_PRE
-                self.bias[self.home_stream] = A6_PRE
+        if self.initialisation == "symmetric":
+            return
+        n = self.num_streams
+        with torch.no_grad():
+            self.bias[:n] = -A6_PRE
+            self.bias[self.home_stream] = A6_PRE
+            if self.options.mixes:
                 res = self.bias[2 * n :].view(n, n)
                 res.fill_(A6_RES_OFF_DIAGONAL)
                 res.fill_diagonal_(A6_RES_DIAGONAL)
 
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
         """Sigmoid gates and a Sinkhorn-normalised mixing matrix from all streams together."""
-        return mhc_coefficients(streams, self._weights(), self._options())
+        return mhc_coefficients(streams, self._weights(), self.options)
 
     def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
         """``read``, with the write that is still to be done and the coefficients in one step."""
         before = state.streams if state.update is None else state.update
         streams, x, h_pre, h_post, h_res = update_and_read(
-            before, self._weights(), self._options(), backend=self.kernels
+            before, self._weights(), self.options, backend=self.kernels
         )
         return x, PendingWrite(streams, h_pre, h_post, h_res)
 
     def _weights(self) -> MhcWeights:
-        alpha = torch.cat((self.alpha_pre, self.alpha_post, self.alpha_res))
-        return MhcWeights(self.mapping_weight, self.bias, alpha)
+        return MhcWeights(self.mapping_weight, self.bias, torch.cat(self.alphas))
 
-    def _options(self) -> MhcOptions:
-        return MhcOptions(self.convention, self.iterations, self.eps)
+
+class IdentityHyperConnection(ManifoldHyperConnection):
+    """iHC: mHC whose streams are not mixed, as Hy4 has it; the options' convention is ``identity``.
+
+    Parameters (float32): mapping_weight [2n, n d] and bias [2n], ordered pre, post; alpha_pre,
+    alpha_post [1].
+    """
+
+    libraries = ()
 
 
 class StreamHead(ResidualHead[StreamState]):
@@ -225,10 +236,12 @@ class StreamHead(ResidualHead[StreamState]):
         num_streams: int,
         contraction: str,
         eps: float,
+        gate_eps: float | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.num_streams, self.contraction, self.eps = num_streams, contraction, eps
+        self.num_streams, self.contraction = num_streams, contraction
+        self.eps, self.gate_eps = eps, gate_eps
         if contraction == "learned":
             self.head_weight = new_parameter(num_streams, num_streams * hidden_size, device=device)
             self.head_bias = new_parameter(num_streams, device=device)
@@ -248,6 +261,11 @@ class StreamHead(ResidualHead[StreamState]):
         streams, weights = state.settled().streams, None
         if self.contraction == "learned":
             weights = mhc_head_weights(
-                streams, self.head_weight, self.head_bias, self.head_scale, eps=self.eps
+                streams,
+                self.head_weight,
+                self.head_bias,
+                self.head_scale,
+                eps=self.eps,
+                gate_eps=self.gate_eps,
             )
         return contract_streams(streams, self.contraction, weights)

@@ -23,7 +23,8 @@ class BoundaryCase:
     """Inputs in float64: streams, output, h_post, h_res, mapping, bias, alpha.
 
     Attributes:
-        updates: whether there is a write; without one, output, h_post and h_res have no part in it.
+        updates: whether there is a write; without one, output, h_post and h_res have no part in it,
+            nor has h_res where streams are not mixed.
     """
 
     n: int
@@ -33,6 +34,7 @@ class BoundaryCase:
     updates: bool = True
     iterations: int = 5
     eps: float = 1e-2
+    gate_eps: float | None = None
 
     def __str__(self) -> str:
         kind = "boundary" if self.updates else "first read"
@@ -42,11 +44,13 @@ class BoundaryCase:
         """Detached inputs: activations in a dtype, the rest in float32 at least."""
         draw, n, d = random_tensors(100 * self.n + self.d), self.n, self.d
         sizes = torch.arange(1.0, n + 1, dtype=torch.float64).unsqueeze(-1)
-        columns = 2 * n + n * n
+        alpha = torch.tensor([0.3, 0.2, 0.4], dtype=torch.float64)
+        parts = self.options.sizes(n)
+        columns = sum(parts)
         inputs = [draw(*self.lead, n, d) * sizes, 3 * draw(*self.lead, d)]
         inputs += [draw(*self.lead, n), draw(*self.lead, n, n)]
         inputs += [draw(columns, n * d) / d**0.5, draw(columns)]
-        inputs += [torch.tensor([0.3, 0.2, 0.4], dtype=torch.float64)]
+        inputs += [alpha[: len(parts)]]
         wide = torch.promote_types(dtype, torch.float32)
         return [x.to(dtype if i < ACTIVATIONS else wide) for i, x in enumerate(inputs)]
 
@@ -79,10 +83,16 @@ class BoundaryCase:
         """Streams, x, h_post, h_res, h_pre; and the gradients for random cotangents of a dtype."""
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         found = function(*leaves)
-        values = (found.streams, found.x, found.h_post, found.h_res)
+        values = self.trained(found)
         torch.autograd.backward(values, self.cotangents(values, dtype))
         detached = tuple(value.detach() for value in (*values, found.h_pre))
         return detached, [leaf.grad for leaf in leaves]
+
+    @staticmethod
+    def trained(found: StreamRead) -> Values:
+        """What has a gradient, h_res where there is one."""
+        values = (found.streams, found.x, found.h_post, found.h_res)
+        return tuple(value for value in values if value is not None)
 
     def cotangents(self, values: Values, dtype: torch.dtype) -> list[Tensor]:
         """Random, rounded as they are where activations have the dtype."""
@@ -95,10 +105,11 @@ class BoundaryCase:
 
     @property
     def options(self) -> MhcOptions:
-        return MhcOptions(self.convention, self.iterations, self.eps)
+        return MhcOptions(self.convention, self.iterations, self.eps, self.gate_eps)
 
     def _arguments(self, tensors: tuple[Tensor, ...]) -> tuple[StreamUpdate | Tensor, MhcWeights]:
-        before = StreamUpdate(*tensors[:4]) if self.updates else tensors[0]
+        update = StreamUpdate(*tensors[: 4 if self.options.mixes else 3])
+        before = update if self.updates else tensors[0]
         return before, MhcWeights(*tensors[4:])
 
 

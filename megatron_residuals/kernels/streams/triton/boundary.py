@@ -25,6 +25,7 @@ from megatron_residuals.kernels.streams.pytorch.coefficients import (
     gate,
     gate_slopes,
     mixes_backward,
+    tokens_first,
     tokens_last,
     update_coefficients,
     update_coefficients_backward,
@@ -34,9 +35,8 @@ from megatron_residuals.kernels.streams.triton import launches
 from megatron_residuals.kernels.streams.triton.tiles import MAX_FUSED_STREAMS
 
 
-def mixes_shape(tokens: int, num_streams: int) -> tuple[int, int]:
-    """Of what is kept of the projections: as the kernels, or as plain PyTorch have them."""
-    columns = 2 * num_streams + num_streams**2
+def mixes_shape(tokens: int, num_streams: int, columns: int) -> tuple[int, int]:
+    """Of what is kept of K projections: as the kernels, or as plain PyTorch have them."""
     fused = num_streams <= MAX_FUSED_STREAMS
     return (tokens, columns + 1) if fused else (columns + 1, tokens)
 
@@ -67,10 +67,9 @@ def _coefficients(
     mixes: Tensor, weights: MhcWeights, num_streams: int, options: MhcOptions
 ) -> StreamCoefficients:
     h_pre = gate(mixes, weights, num_streams, options)
-    h_post, h_res = update_coefficients(mixes, weights, num_streams, options)
-    return StreamCoefficients(
-        h_pre.t().contiguous(), h_post.t().contiguous(), h_res.permute(2, 0, 1).contiguous()
-    )
+    rest = tokens_first(*update_coefficients(mixes, weights, num_streams, options))
+    found = (h_pre.t(), *rest)
+    return StreamCoefficients(*[None if each is None else each.contiguous() for each in found])
 
 
 def update_and_read_backward(
@@ -93,8 +92,9 @@ def update_and_read_backward(
         before, d_mapping = launches.streams_backward(d_streams, read, update, streams)
     else:
         d_logits = _logits_backward(mixes, weights, d_coefficients, options)
-        d_mixes = mixes_backward(d_logits, mixes, weights, options.eps)
-        d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, options.eps)
+        n = streams.shape[1]
+        d_mixes = mixes_backward(d_logits, mixes, weights, n, options.eps)
+        d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, n, options.eps)
         d_streams, d_mapping = _through_projection(d_streams, streams, d_mixes, weights)
         read = launches.ReadGradient(d_x, h_pre)
         before, _ = launches.streams_backward(d_streams, read, update, streams)

@@ -30,6 +30,7 @@ def write_and_mix_kernel(
     K: tl.constexpr,
     SPLIT: tl.constexpr,
     UPDATE: tl.constexpr,
+    RES: tl.constexpr,
     MIX: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
@@ -39,7 +40,8 @@ def write_and_mix_kernel(
     """x'[j] = sum_i h_res[j, i] x[i] + h_post[j] y, and mapping vec(x') and |x'|^2 in part.
 
     The parts are those of a range of channels, partial [splits, T, K + 1]; x' is rounded to its
-    dtype first. Without UPDATE, x' is x; without MIX, nothing is projected.
+    dtype first. Without UPDATE, x' is x; without RES, h_res is the identity; without MIX, there
+    are no parts.
     The mapping comes as [K, N D] or, with two HALVES, as ``halves_kernel`` splits it.
     Program: BT tokens, SPLIT channels in steps of BC.
     """
@@ -57,18 +59,22 @@ def write_and_mix_kernel(
         m = m_t[:, None] & m_c[None, :]
         o_x = o_row[:, None] * (N * D) + o_c[None, :]
         if UPDATE:
-            b_x = ()
-            for i in tl.static_range(N):
-                b_x = b_x + (tl.load(p_streams + o_x + i * D, mask=m, other=0.0),)  # [BT, BC]
+            if RES:
+                b_x = ()
+                for i in tl.static_range(N):
+                    b_x = b_x + (tl.load(p_streams + o_x + i * D, mask=m, other=0.0),)  # [BT, BC]
             o_y = o_row[:, None] * D + o_c[None, :]
             b_y = tl.load(p_output + o_y, mask=m, other=0.0)
         for j in range(N):  # not unrolled: one new stream at a time fits the registers
             if UPDATE:
                 b_post = tl.load(p_post + o_row * N + j, mask=m_t)
                 b_sum = b_y.to(tl.float32) * b_post[:, None]
-                for i in tl.static_range(N):
-                    b_res = tl.load(p_res + o_row * (N * N) + (j * N + i), mask=m_t)
-                    b_sum = tl.fma(b_res[:, None], b_x[i].to(tl.float32), b_sum)
+                if RES:
+                    for i in tl.static_range(N):
+                        b_res = tl.load(p_res + o_row * (N * N) + (j * N + i), mask=m_t)
+                        b_sum = tl.fma(b_res[:, None], b_x[i].to(tl.float32), b_sum)
+                else:
+                    b_sum += tl.load(p_streams + o_x + j * D, mask=m, other=0.0).to(tl.float32)
                 b_new = rounded(b_sum, p_written.dtype.element_ty)
                 tl.store(p_written + o_x + j * D, b_new, mask=m)
             else:
