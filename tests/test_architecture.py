@@ -46,6 +46,7 @@ FLOORS = {
     "files": floor(0),
     "flags": floor(0),
     "mechanisms": floor(0),
+    "mixing": floor(0),
     "mechanisms.plain.module": floor(3, "torch"),
     "mechanisms.streams.module": floor(3, "torch"),
     "mechanisms.sources.module": floor(3, "torch"),

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_residuals import mixing
+from megatron_residuals.functional.permutations import mix_permutations
 from megatron_residuals.functional.precision import wide, without_autocast
 from megatron_residuals.functional.sinkhorn import sinkhorn_dsv4, sinkhorn_paper
 
-CONVENTIONS = ("paper", "dsv4", "identity")
+CONVENTIONS = ("paper", "dsv4", "identity", "permutations", "kronecker")
 
 
 class StreamCoefficients(NamedTuple):
@@ -56,7 +58,7 @@ class MhcWeights(NamedTuple):
     """What mHC learns for one sublayer, ordered pre, post, res (row-major), K coefficients in all.
 
     Attributes:
-        mapping: [K, n d], where K = 2n + n^2, or 2n where streams are not mixed.
+        mapping: [K, n d], where K is 2n + n^2 or what ``MhcOptions.sizes`` come to.
         bias: [K].
         alpha: [3], or [2].
     """
@@ -73,6 +75,7 @@ class MhcOptions(NamedTuple):
         convention: ``paper``: h_res[new, old] as projected. ``dsv4`` (DeepSeek-V4): the projected
             matrix is comb[old, new], transposed to h_res; eps is added to h_pre and in the Sinkhorn
             steps. ``identity`` (Hy4): no matrix; eps is added to h_pre and h_post.
+            ``permutations`` and ``kronecker``: the matrices of ``megatron_residuals.mixing``.
         iterations: of Sinkhorn.
         eps: of the norm, and where the convention adds it.
         gate_eps: what the convention adds, where that is another one.
@@ -93,10 +96,14 @@ class MhcOptions(NamedTuple):
         """Whether streams are mixed by a matrix."""
         return self.convention != "identity"
 
+    def factors(self, num_streams: int) -> tuple[int, ...]:
+        """Sizes of the factors of a matrix that is a product of sums of permutations."""
+        return mixing.factors(self.convention, num_streams)
+
     @property
     def step_eps(self) -> float:
         """The eps of h_pre and of divisions."""
-        if self.convention == "paper":
+        if self.convention not in ("dsv4", "identity"):
             return 0.0
         return self.eps if self.gate_eps is None else self.gate_eps
 
@@ -108,7 +115,7 @@ class MhcOptions(NamedTuple):
     def sizes(self, num_streams: int) -> tuple[int, ...]:
         """Coefficients for each alpha: of pre, of post, and of res where streams are mixed."""
         n = num_streams
-        return (n, n, n * n) if self.mixes else (n, n)
+        return (n, n, mixing.num_logits(self.convention, n)) if self.mixes else (n, n)
 
     def checked(self) -> MhcOptions:
         """Itself.
@@ -214,11 +221,14 @@ def mhc_activations(logits: Tensor, num_streams: int, options: MhcOptions) -> St
     return StreamCoefficients(
         torch.sigmoid(pre) + options.step_eps,
         2 * torch.sigmoid(post) + options.post_eps,
-        _mixing(res[0].unflatten(-1, (num_streams, num_streams)), options) if res else None,
+        _mixing(res[0], num_streams, options) if res else None,
     )
 
 
-def _mixing(logits: Tensor, options: MhcOptions) -> Tensor:
+def _mixing(logits: Tensor, num_streams: int, options: MhcOptions) -> Tensor:
+    if sizes := options.factors(num_streams):
+        return mix_permutations(logits, sizes)
+    logits = logits.unflatten(-1, (num_streams, num_streams))
     if not options.is_dsv4:
         return sinkhorn_paper(logits, iterations=options.iterations)
     comb = sinkhorn_dsv4(logits, iterations=options.iterations, eps=options.step_eps)

@@ -134,7 +134,7 @@ def coefficients(module: nn.Module, state: ResidualState) -> tuple[Tensor, ...]:
     """What a sublayer computes from the state before it touches an activation."""
     if isinstance(module, StreamResidual):
         assert isinstance(state, StreamState)
-        return tuple(module.coefficients(state.streams))
+        return tuple(each for each in module.coefficients(state.streams) if each is not None)
     assert isinstance(module, DepthQuery) and isinstance(state, SourceState)
     sources = (*state.sources, state.partial)
     return (depth_weights(sources, module.query, module.key_gain, eps=module.eps),)

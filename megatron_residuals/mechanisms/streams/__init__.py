@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_residuals import mixing
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Setting
 from megatron_residuals.mechanisms.options import option
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_residuals.modules import StreamState
 
 CONVENTIONS = ("paper", "dsv4")
+MIXINGS = ("sinkhorn", "permutations", "kronecker")
 CONTRACTIONS = ("auto", "mean", "sum", "learned")
 INITIALISATIONS = ("a6", "symmetric")
 HC_NORMS = ("layernorm", "rmsnorm")
@@ -120,6 +122,13 @@ class MhcOptions(GateOptions):
         "one",
     )
     mhc_sinkhorn_iterations: int = option(20, "column+row normalisations of H_res", minimum=1)
+    mhc_mixing: str = option(
+        "sinkhorn",
+        "what makes H_res doubly stochastic: sinkhorn (approximately), permutations (a weighted "
+        "sum of all of them, mHC-lite) or kronecker (a product of small such sums, KromHC)",
+        choices=MIXINGS,
+        advice="weights of another mixing do not fit: give the saved one",
+    )
 
     @property
     def contraction_default(self) -> str:
@@ -273,7 +282,7 @@ class GatedStreams(Streams):
 
 
 class ManifoldHyperConnections(GatedStreams):
-    """mHC (arXiv 2512.24880) in two conventions."""
+    """mHC (arXiv 2512.24880) in two conventions, and with two other ways to mix."""
 
     summary = "the same, mixing constrained to doubly stochastic matrices"
     options = MhcOptions
@@ -287,21 +296,42 @@ class ManifoldHyperConnections(GatedStreams):
         return MhcProbe(self, config, depth)
 
     def coefficients(self, config: ResidualConfig) -> int:
-        """Gates and the mixing matrix."""
+        """Gates and the logits of the mixing matrix."""
         n: int = config.streams
-        return 2 * n + n * n
+        return 2 * n + mixing.num_logits(config.mhc_mixing, n)
+
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Gates and mixing matrix, the projections they come from, and the mean square."""
+        n: int = config.streams
+        return 2 * n + n * n + self.coefficients(config) + 1
+
+    def faults(self, config: ResidualConfig) -> list[str]:
+        """Sums of permutations have one convention, and are of few streams."""
+        faults = super().faults(config)
+        if config.mhc_mixing != "sinkhorn" and config.mhc_convention != "paper":
+            faults.append(
+                f"mhc_mixing is {config.mhc_mixing!r}, which has no eps and no transposed form; "
+                "leave mhc_convention out"
+            )
+        if (fault := mixing.fault(config.mhc_mixing, config.streams)) is not None:
+            faults.append(fault)
+        return faults
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
-        """Gates and a Sinkhorn-normalised matrix."""
+        """Gates and a doubly stochastic matrix."""
         from megatron_residuals import functional
         from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
+
+        plain = config.mhc_mixing == "sinkhorn"
 
         return ManifoldHyperConnection(
             place.hidden_size,
             num_streams=config.streams,
             home_stream=place.sublayer % config.streams,
             options=functional.MhcOptions(
-                config.mhc_convention, config.mhc_sinkhorn_iterations, config.resolved_mhc_eps
+                config.mhc_convention if plain else config.mhc_mixing,
+                config.mhc_sinkhorn_iterations,
+                config.resolved_mhc_eps,
             ),
             alpha_init=config.mhc_alpha_init,
             initialisation=config.mhc_init,

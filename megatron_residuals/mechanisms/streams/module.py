@@ -32,6 +32,8 @@ from megatron_residuals.modules.state import StreamState
 # Biases of mHC, appendix A.6: sigmoid(3) = 0.95 of the home stream, near-identity mixing.
 A6_PRE = 3.0
 A6_RES_DIAGONAL, A6_RES_OFF_DIAGONAL = 3.0, -3.0
+# Logits of permutations other than the identity (mHC-lite and KromHC); that of the identity is 0.
+OTHER_PERMUTATIONS = -8.0
 HC_NORM_EPS = 1e-5
 HC_SCALE_INIT = 0.01
 
@@ -144,8 +146,9 @@ class HyperConnection(StreamResidual):
 class ManifoldHyperConnection(StreamResidual):
     """mHC (arXiv 2512.24880): mixing constrained to (nearly) doubly stochastic matrices.
 
-    Parameters (float32): mapping_weight [2n + n^2, n d] and bias [2n + n^2], ordered pre, post, res
-    row-major; alpha_pre, alpha_post, alpha_res [1].
+    Parameters (float32): mapping_weight [K, n d] and bias [K], ordered pre, post, res (row-major,
+    or a logit for each permutation); alpha_pre, alpha_post, alpha_res [1]. K is 2n + n^2, or what
+    the options come to.
     """
 
     libraries = ("liger",)
@@ -192,9 +195,18 @@ class ManifoldHyperConnection(StreamResidual):
             self.bias[:n] = -A6_PRE
             self.bias[self.home_stream] = A6_PRE
             if self.options.mixes:
-                res = self.bias[2 * n :].view(n, n)
-                res.fill_(A6_RES_OFF_DIAGONAL)
-                res.fill_diagonal_(A6_RES_DIAGONAL)
+                self._start_mixing(self.bias[2 * n :])
+
+    def _start_mixing(self, bias: Tensor) -> None:
+        """Near the identity."""
+        if sizes := self.options.factors(self.num_streams):
+            for part in bias.split([math.factorial(size) for size in sizes]):
+                part.fill_(OTHER_PERMUTATIONS)
+                part[0] = 0.0
+            return
+        res = bias.view(self.num_streams, self.num_streams)
+        res.fill_(A6_RES_OFF_DIAGONAL)
+        res.fill_diagonal_(A6_RES_DIAGONAL)
 
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
         """Sigmoid gates and a Sinkhorn-normalised mixing matrix from all streams together."""

@@ -101,6 +101,10 @@ class StreamNames:
                 f"the mechanism is {config.mechanism!r}; {self.NAME} names are for "
                 f"{self.mechanism}."
             )
+        elif getattr(config, "mhc_mixing", "sinkhorn") != "sinkhorn":
+            faults.append(
+                f"mixing by {config.mhc_mixing} has no form there; {self.model} has Sinkhorn's."
+            )
         elif config.resolved_contraction == "sum":
             faults.append(
                 f"the contraction is sum, whose weights of one are no values of {self.model}'s "
@@ -254,7 +258,7 @@ DEEPSEEK_V4 = StreamNames(
         "hc_eps": ("mhc_eps", 1.0),
         "rms_norm_eps": ("mhc_eps", 1.0),  # of the norm in front of the coefficients
     },
-    SAID={"mhc_convention": "dsv4"},
+    SAID={"mhc_convention": "dsv4", "mhc_mixing": "sinkhorn"},
 )
 HY4 = StreamNames(
     NAME="hy4",

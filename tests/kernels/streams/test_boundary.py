@@ -26,6 +26,17 @@ CASES += [
     BoundaryCase(n, 7, (2, 3), "identity", updates, gate_eps=1e-3)
     for n, updates in ((1, True), (4, True), (4, False), (8, True))
 ]
+CASES += [
+    BoundaryCase(n, 7, (2, 3), convention, updates)
+    for n, convention, updates in (
+        (1, "permutations", True),
+        (3, "permutations", True),
+        (4, "permutations", False),
+        (1, "kronecker", True),
+        (4, "kronecker", True),
+        (6, "kronecker", False),
+    )
+]
 FEW = [BoundaryCase(4, 7, (2, 3)), BoundaryCase(4, 7, (2, 3), "dsv4", False)]
 FEW += [BoundaryCase(3, 7, (2, 3), "identity")]
 

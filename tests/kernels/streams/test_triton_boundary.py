@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from megatron_residuals.functional import StreamUpdate  # noqa: E402
 from megatron_residuals.kernels.common.triton import Tile  # noqa: E402
-from megatron_residuals.kernels.streams.triton import launches, tiles  # noqa: E402
+from megatron_residuals.kernels.streams.triton import boundary, launches, tiles  # noqa: E402
 from tests.kernels.launch_spy import DEVICE, LaunchSpy, poison_new_memory  # noqa: E402
 from tests.kernels.streams.boundary_case import BoundaryCase, errors  # noqa: E402
 
@@ -48,6 +48,10 @@ CASES += [BoundaryCase(16, 20, (3,)), BoundaryCase(4, 100, MANY), BoundaryCase(4
 CASES += [BoundaryCase(4, 20, (2,), convention, iterations=1) for convention in ("paper", "dsv4")]
 CASES += [BoundaryCase(n, 20, (2, 3), "identity", gate_eps=1e-3) for n in (4, 6)]
 CASES += [BoundaryCase(3, 20, (2, 3), "identity", False)]
+CASES += [
+    BoundaryCase(4, 20, (2, 3), "permutations"),
+    BoundaryCase(4, 20, (3,), "kronecker", False),
+]
 WIDE = [BoundaryCase(4, d, (1,), updates=d != 5120) for d in (2880, 5120, 7168)]
 # of each path of the kernels one
 SOME = [BoundaryCase(4, 20, (2, 3)), BoundaryCase(3, 20, (2, 3), "dsv4", False)]
@@ -78,7 +82,7 @@ def on_device(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def assert_launched(spy: LaunchSpy, case: BoundaryCase, dtype: torch.dtype) -> None:
-    fused = case.n <= tiles.MAX_FUSED_STREAMS
+    fused = boundary.is_fused(case.n, case.options)
     expected = {"read_streams_kernel", "stream_products_kernel", "streams_backward_kernel"}
     if fused or case.updates:
         expected.add("write_and_mix_kernel")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals.functional.streams import MhcOptions, MhcWeights
+from megatron_residuals.kernels.streams.pytorch import permutations
 from megatron_residuals.kernels.streams.pytorch.sinkhorn import sinkhorn, sinkhorn_backward
 
 
@@ -67,8 +68,10 @@ def update_coefficients(
     h_post = _logits(mixes, weights, 1, post, rstd).sigmoid_().mul_(2).add_(options.post_eps)
     if not options.mixes:
         return h_post, None
-    logits = _oriented(_logits(mixes, weights, 2, res, rstd), options)
-    return h_post, sinkhorn(logits, options)
+    logits = _logits(mixes, weights, 2, res, rstd)
+    if sizes := options.factors(num_streams):
+        return h_post, permutations.mix(logits, sizes)
+    return h_post, sinkhorn(_oriented(logits, options), options)
 
 
 def update_coefficients_backward(
@@ -87,8 +90,11 @@ def update_coefficients_backward(
     torch.mul(d_post, torch.sigmoid(gates) * torch.sigmoid(-gates), out=result[:n]).mul_(2)
     if d_res is None:
         return result
-    logits = _oriented(_logits(mixes, weights, 2, res, rstd), options)
-    d_logits = sinkhorn_backward(logits, d_res, options)
+    logits = _logits(mixes, weights, 2, res, rstd)
+    if sizes := options.factors(n):
+        result[n:] = permutations.mix_backward(logits, d_res, sizes)
+        return result
+    d_logits = sinkhorn_backward(_oriented(logits, options), d_res, options)
     result[n:].view(n, n, -1).copy_(_oriented(d_logits, options))
     return result
 

@@ -4,7 +4,7 @@
 
 Up to four streams the projection is part of the passes over the planes: 3n + 2 planes forward and
 5n + 4 backward. More have too many coefficients for that; their projections are plain matrix
-products, and their coefficients those of plain PyTorch.
+products, and their coefficients those of plain PyTorch. So are those of sums of permutations.
 """
 
 from __future__ import annotations
@@ -35,9 +35,16 @@ from megatron_residuals.kernels.streams.triton import launches
 from megatron_residuals.kernels.streams.triton.tiles import MAX_FUSED_STREAMS
 
 
-def mixes_shape(tokens: int, num_streams: int, columns: int) -> tuple[int, int]:
+def is_fused(num_streams: int, options: MhcOptions) -> bool:
+    """Whether kernels project and compute the coefficients."""
+    return num_streams <= MAX_FUSED_STREAMS and not options.factors(num_streams)
+
+
+def mixes_shape(
+    tokens: int, num_streams: int, columns: int, options: MhcOptions
+) -> tuple[int, int]:
     """Of what is kept of K projections: as the kernels, or as plain PyTorch have them."""
-    fused = num_streams <= MAX_FUSED_STREAMS
+    fused = is_fused(num_streams, options)
     return (tokens, columns + 1) if fused else (columns + 1, tokens)
 
 
@@ -46,7 +53,7 @@ def update_and_read(
 ) -> tuple[StreamRead, Tensor]:
     """As the contract says; of streams alone, these streams."""
     n = (before.streams if isinstance(before, StreamUpdate) else before).shape[1]
-    if n <= MAX_FUSED_STREAMS:
+    if is_fused(n, options):
         written, partial = launches.write_and_mix(before, weights.mapping)
         found, mixes = launches.coefficients(partial, weights, n, options)
     else:
@@ -84,7 +91,7 @@ def update_and_read_backward(
     d_streams, d_x = gradients.streams, gradients.x
     d_pre = launches.products(d_x, streams, mixes.dtype)
     d_coefficients = StreamCoefficients(d_pre, gradients.h_post, gradients.h_res)
-    if streams.shape[1] <= MAX_FUSED_STREAMS:
+    if is_fused(streams.shape[1], options):
         carry, d_bias, d_alpha = launches.coefficients_backward(
             mixes, weights, d_coefficients, options
         )

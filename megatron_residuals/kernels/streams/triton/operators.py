@@ -109,9 +109,9 @@ def _(
     streams, mapping = before[0], weights[0]
     tokens, n, d = streams.shape
     written = [torch.empty_like(streams)] if len(before) > 1 else []
-    mixes = MhcOptions(convention, iterations, eps, gate_eps).mixes
-    shapes = [(tokens, n), (tokens, n), *[(tokens, n, n)] * mixes]
-    shapes.append(boundary.mixes_shape(tokens, n, mapping.shape[0]))
+    options = MhcOptions(convention, iterations, eps, gate_eps)
+    shapes = [(tokens, n), (tokens, n), *[(tokens, n, n)] * options.mixes]
+    shapes.append(boundary.mixes_shape(tokens, n, mapping.shape[0], options))
     return [*written, streams.new_empty(tokens, d), *map(mapping.new_empty, shapes)]
 
 
