@@ -21,7 +21,7 @@ def factors(mixing: str, num_streams: int) -> tuple[int, ...]:
     """Sizes of the factors; none where the matrix is no such product."""
     if mixing == "permutations":
         return (num_streams,)
-    return tuple(_primes(num_streams)) if mixing == "kronecker" else ()
+    return (tuple(_primes(num_streams)) or (1,)) if mixing == "kronecker" else ()
 
 
 def _primes(number: int) -> Iterator[int]:

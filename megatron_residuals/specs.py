@@ -31,6 +31,7 @@ __all__ = [
     "mhc",
     "residual",
     "residual_spec",
+    "single_pass_mhc",
 ]
 
 
@@ -79,6 +80,7 @@ residual = _named("residual")
 hc = _named("hc")
 mhc = _named("mhc")
 ihc = _named("ihc")
+single_pass_mhc = _named("single_pass_mhc")
 attnres = _named("attnres")
 block_attnres = _named("block_attnres")
 from_flags = _named(None)

@@ -184,7 +184,7 @@ def test_all_faults_come_in_one_message() -> None:
         transport="slow",
     )
     expected = (
-        "streams is 2, but 'block_attnres' does not read it (only hc, mhc, ihc)",
+        "streams is 2, but 'block_attnres' does not read it (only hc, mhc, ihc, single_pass_mhc)",
         "hc_norm is 'batchnorm'; allowed: layernorm, rmsnorm",
         "block_sublayers is 0; give an integer of at least 1",
         "attnres_eps is -1.0",
@@ -266,9 +266,10 @@ OTHER = {
     "log_interval": 10,
     "log_image_interval": 100,
 }
+STREAMS, GATED = {"hc", "mhc", "ihc"}, {"mhc", "ihc", "single_pass_mhc"}
 READERS = {
-    "streams": {"hc", "mhc", "ihc"},
-    "contraction": {"hc", "mhc", "ihc"},
+    "streams": STREAMS | {"single_pass_mhc"},
+    "contraction": STREAMS,
     **{f"attnres_{name}": {"attnres", "block_attnres"} for name in ("eps", "heads", "additive")},
     "block_layers": {"block_attnres"},
     "block_sublayers": {"block_attnres"},
@@ -280,7 +281,8 @@ READERS = {
     "log_interval": set(MECHANISMS),
     "log_image_interval": set(MECHANISMS),
     **{name: {name.split("_")[0]} for name in OTHER if name.startswith(("hc_", "mhc_", "ihc_"))},
-    **{f"mhc_{name}": {"mhc", "ihc"} for name in ("eps", "alpha_init", "init")},
+    **{f"mhc_{name}": GATED - {"ihc"} for name in ("convention", "sinkhorn_iterations", "mixing")},
+    **{f"mhc_{name}": GATED for name in ("eps", "alpha_init", "init")},
 }
 
 
@@ -297,15 +299,6 @@ def test_an_option_is_taken_by_those_who_read_it_and_refused_by_the_rest(
     assert f"{option} is {OTHER[option]!r}, but {mechanism!r} does not read it" in fault
     assert "leave it out" in fault
     assert all(reader in fault for reader in READERS[option])
-
-
-@pytest.mark.parametrize("option", [dict(attnres_heads=4), dict(attnres_additive=True)], ids=str)
-def test_reads_by_heads_and_sums_have_no_kernels_and_no_phases(option: dict[str, object]) -> None:
-    assert two_phase(ResidualConfig("block_attnres", **option)) == "off"  # type: ignore[arg-type]
-    asked = (({"two_phase": "on"}, "reads in one"), ({"kernels": "triton"}, "use auto"))
-    for more, said in asked:
-        (fault,) = faults_of(mechanism="block_attnres", **option, **more)
-        assert next(iter(option)) in fault and said in fault
 
 
 @pytest.mark.parametrize(
@@ -353,21 +346,6 @@ def test_a_value_that_cannot_work_is_one_fault_that_names_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (dict(mhc_mixing="permutations", mhc_convention="dsv4"), "leave mhc_convention out"),
-        (dict(mhc_mixing="permutations", streams=6), "permutations of 6; at most 120"),
-        (dict(mhc_mixing="kronecker", streams=14), "prime factors are at most 5, or sinkhorn"),
-    ],
-    ids=str,
-)
-def test_mixing_that_there_is_not_is_refused(options: dict[str, object], said: str) -> None:
-    (fault,) = faults_of(mechanism="mhc", **options)
-    assert said in fault
-    ResidualConfig("mhc", mhc_mixing="kronecker", streams=30)
-
-
-@pytest.mark.parametrize(
     ("config", "contraction", "eps"),
     [
         (ResidualConfig("hc"), "sum", None),
@@ -391,7 +369,12 @@ def test_the_families_of_mechanisms() -> None:
     families = {name: ResidualConfig(name) for name in MECHANISMS}
     with_sources = [name for name in families if families[name].depth_map(4) is not None]
     assert with_sources == ["attnres", "block_attnres"]
-    assert [name for name in families if families[name].rows == 4] == ["hc", "mhc", "ihc"]
+    assert [name for name in families if families[name].rows == 4] == [
+        "hc",
+        "mhc",
+        "ihc",
+        "single_pass_mhc",
+    ]
 
 
 def test_option_types_are_scalars_that_a_command_line_can_read() -> None:

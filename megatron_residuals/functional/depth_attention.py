@@ -164,9 +164,10 @@ def read_by_heads(
     ``additive`` adds what is read to the stream of a plain model, which is the sum of all sources
     (Delta Attention Residuals, arXiv 2605.18855): x^(h) = sum_j (1 + alpha^(h)_j) source^(h)_j.
     """
-    weights = head_weights(sources, query, key_gain, eps=eps, heads=heads) + additive
-    pairs = zip(weights.unsqueeze(-1), sources, strict=True)
-    parts = (weight * _by_heads(source.to(weight.dtype), heads) for weight, source in pairs)
+    wide = [source.to(wide_dtype(source)) for source in sources]  # once: one rounding of gradients
+    weights = head_weights(wide, query, key_gain, eps=eps, heads=heads) + additive
+    pairs = zip(weights.unsqueeze(-1), wide, strict=True)
+    parts = (weight * _by_heads(source, heads) for weight, source in pairs)
     return functools.reduce(torch.add, parts).flatten(-2).to(sources[0].dtype)
 
 

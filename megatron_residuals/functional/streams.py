@@ -236,18 +236,24 @@ def _mixing(logits: Tensor, num_streams: int, options: MhcOptions) -> Tensor:
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None = None,
 ) -> StreamRead:
     """A write, then coefficients of mHC from what was written, and the read with them.
 
-    Given streams alone, there is nothing to be written, and they are read as they are.
+    Given streams alone, there is nothing to be written, and they are read as they are. With
+    ``reads`` [..., n], those weights read in place of h_pre, which is for the next sublayer
+    (Single-Pass mHC, DeepSeek-V4.1: X' = B_l X + C_l F(A_{l-1} X)).
 
     Raises:
         ValueError: the convention is unknown.
     """
     streams = write_streams(before) if isinstance(before, StreamUpdate) else before
     coefficients = mhc_coefficients(streams, weights, options)
-    return StreamRead(streams, read_streams(streams, coefficients.h_pre), *coefficients)
+    x = read_streams(streams, coefficients.h_pre if reads is None else reads)
+    return StreamRead(streams, x, *coefficients)
 
 
 def mhc_head_weights(

@@ -29,7 +29,7 @@ from megatron_residuals.mechanisms.base import (
 from megatron_residuals.mechanisms.options import Option, option, options_of
 from megatron_residuals.mechanisms.plain import PLAIN
 from megatron_residuals.mechanisms.sources import ATTNRES, BLOCK_ATTNRES
-from megatron_residuals.mechanisms.streams import HC, IHC, MHC
+from megatron_residuals.mechanisms.streams import HC, IHC, MHC, SINGLE_PASS_MHC
 
 __all__ = [
     "ATTNRES",
@@ -44,6 +44,7 @@ __all__ = [
     "PLAIN",
     "Place",
     "Reading",
+    "SINGLE_PASS_MHC",
     "Setting",
     "TABLE",
     "mechanism_in_file",
@@ -52,7 +53,7 @@ __all__ = [
     "options_of",
 ]
 
-TABLE: tuple[Mechanism, ...] = (PLAIN, HC, MHC, IHC, ATTNRES, BLOCK_ATTNRES)
+TABLE: tuple[Mechanism, ...] = (PLAIN, HC, MHC, IHC, SINGLE_PASS_MHC, ATTNRES, BLOCK_ATTNRES)
 
 
 @functools.cache

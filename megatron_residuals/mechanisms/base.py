@@ -111,6 +111,7 @@ class Mechanism:
             ``none``.
         weights: mechanisms that name the same here load each other's checkpoints.
         libraries: external libraries that have kernels for it.
+        kernels: what of it Triton computes, in words; none where all of it is plain PyTorch.
         prefix: in front of the names of its metrics.
         is_stock: whether it is the host's own residual connection, whose checkpoints hold nothing
             of it.
@@ -120,6 +121,7 @@ class Mechanism:
     options: type = NoOptions
     recompute: tuple[str, ...] = ("mix",)
     libraries: tuple[str, ...] = ()
+    kernels: str = ""
     is_stock: bool = False
 
     def __init__(self, name: str) -> None:
@@ -159,6 +161,10 @@ class Mechanism:
     def rows(self, config: ResidualConfig) -> int:
         """Rows [s, b, h] of the state between two sublayers, where it has no depth sources."""
         return 1
+
+    def numbers(self, config: ResidualConfig) -> int:
+        """float32 (or wider) numbers of every token that ``pack`` puts behind the rows."""
+        return 0
 
     def depth_map(
         self, config: ResidualConfig, num_layers: int, sublayers_per_layer: int

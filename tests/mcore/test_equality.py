@@ -30,6 +30,7 @@ MECHANISMS = {
 OTHERS = {
     "mhc-permutations": "mhc(mhc_mixing='permutations')",
     "ihc": "ihc(streams=2)",
+    "single-pass-mhc": "single_pass_mhc(streams=3)",
     "heads-additive": "attnres(attnres_heads=4, attnres_additive=True)",
 }
 PIPELINES = {
@@ -102,6 +103,7 @@ AT_INIT += ["mhc(streams=3, contraction='sum')", "mhc(mhc_init='symmetric')"]
 AT_INIT += ["mhc(mhc_convention='dsv4', mhc_eps=1e-30)"]
 AT_INIT += ["attnres(attnres_eps=1e-30, attnres_heads=4, attnres_additive=True)"]
 AT_INIT += ["mhc(mhc_mixing='permutations')", "mhc(mhc_mixing='kronecker')"]
+AT_INIT += ["single_pass_mhc()"]
 AT_INIT += ["ihc(mhc_eps=1e-30, ihc_gate_eps=1e-30)"]
 
 

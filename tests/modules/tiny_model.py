@@ -170,9 +170,10 @@ MECHANISMS = [
     ResidualConfig("mhc", streams=3, mhc_mixing="permutations"),
     ResidualConfig("mhc", streams=4, mhc_mixing="kronecker"),
     ResidualConfig("ihc", streams=3),
+    ResidualConfig("single_pass_mhc", streams=3),
     ResidualConfig("attnres"),
     ResidualConfig("block_attnres", block_layers=2),
     ResidualConfig("block_attnres", block_sublayers=5),
     ResidualConfig("attnres", attnres_heads=2),
-    ResidualConfig("block_attnres", block_layers=2, attnres_heads=3, attnres_additive=True),
+    ResidualConfig("block_attnres", block_layers=2, attnres_heads=2, attnres_additive=True),
 ]

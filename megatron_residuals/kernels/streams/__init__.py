@@ -55,10 +55,11 @@ def update_and_read(
     before: StreamUpdate | Tensor,
     weights: MhcWeights,
     options: MhcOptions,
+    reads: Tensor | None = None,
     *,
     backend: str = "auto",
 ) -> StreamRead:
-    """``functional.update_and_read``; h_pre is for looking at and has no gradient.
+    """``functional.update_and_read``; without ``reads``, h_pre is for looking at, with no gradient.
 
     Everything mHC does between two sublayers is one step of autograd: the streams between them are
     written and read back once, and their gradient is never stored. Kept are references to the
@@ -81,8 +82,9 @@ def update_and_read(
     )
     if chosen == "torch" and torch.compiler.is_compiling():
         # a compiler fuses the plain formulas better than the chunks made for a cache
-        return reference.update_and_read(before, weights, options)
-    return StreamRead(*UpdateAndRead.apply(chosen, options.checked(), *inputs, *weights))
+        return reference.update_and_read(before, weights, options, reads)
+    found = UpdateAndRead.apply(chosen, options.checked(), reads, *inputs, *weights)
+    return StreamRead(*found)
 
 
 def mhc_coefficients(

@@ -72,7 +72,8 @@ class WriteStreams(torch.autograd.Function):
 class UpdateAndRead(torch.autograd.Function):
     """The values of ``StreamRead``. Without an update, the streams come out as they went in.
 
-    They do come out, so that in backward their gradient meets that of the read here.
+    They do come out, so that in backward their gradient meets that of the read here. h_pre has a
+    gradient where it is not what was read with.
     """
 
     @staticmethod
@@ -80,6 +81,7 @@ class UpdateAndRead(torch.autograd.Function):
         ctx: Any,
         name: Backend,
         options: MhcOptions,
+        reads: Tensor | None,
         streams: Tensor,
         output: Tensor | None,
         h_post: Tensor | None,
@@ -90,15 +92,19 @@ class UpdateAndRead(torch.autograd.Function):
         ctx.name, ctx.options = name, options
         given = _given(streams, output, h_post, h_res)
         before = rows(streams, 2) if given is None else _rows_of(given)
+        wide = _wide(weights, streams)
+        given_reads = None if reads is None else rows(reads).to(wide.mapping.dtype)
         with without_autocast(streams):
-            found, mixes = _backend(name).update_and_read(before, _wide(weights, streams), options)
+            found, mixes = _backend(name).update_and_read(before, wide, options, given_reads)
         written = streams.view_as(streams) if given is None else found.streams.view(streams.shape)
         lead = streams.shape[:-2]
         x, h_pre, *others = (
             None if value is None else value.view(*lead, *value.shape[1:]) for value in found[1:]
         )
-        ctx.mark_non_differentiable(h_pre)
-        kept = Kept(streams if given is None else written, h_pre, mixes)
+        ctx.reads = None if reads is None else reads.dtype
+        if reads is None:
+            ctx.mark_non_differentiable(h_pre)
+        kept = Kept(streams if given is None else written, h_pre if reads is None else reads, mixes)
         ctx.save_for_backward(streams, output, h_post, h_res, *kept, *weights)
         return written, x, h_pre, *others
 
@@ -110,12 +116,14 @@ class UpdateAndRead(torch.autograd.Function):
         given, weights = _given(streams, output, h_post, h_res), (mapping, bias, alpha)
         pairs = zip(gradients, (2, 1, 1, 1, 2), strict=True)
         with without_autocast(streams):
-            d_before, d_weights = _backend(ctx.name).update_and_read_backward(
+            wide = _wide(weights, streams)
+            d_before, d_weights, d_pre = _backend(ctx.name).update_and_read_backward(
                 StreamRead(*[None if g is None else rows(g, ndim) for g, ndim in pairs]),
-                Kept(rows(read, 2), rows(h_pre), mixes),
+                Kept(rows(read, 2), rows(h_pre).to(wide.mapping.dtype), mixes),
                 None if given is None else _rows_of(given),
-                _wide(weights, streams),
+                wide,
                 ctx.options,
+                reads=ctx.reads is not None,
             )
         found: tuple[Tensor | None, ...]
         if isinstance(d_before, Tensor):
@@ -123,7 +131,8 @@ class UpdateAndRead(torch.autograd.Function):
         else:
             found = _shaped(d_before, StreamUpdate(streams, output, h_post, h_res))
         narrowed = [new.to(each.dtype) for new, each in zip(d_weights, weights, strict=True)]
-        return wanted(ctx, None, None, *found, *narrowed)
+        d_reads = None if ctx.reads is None else d_pre.view(h_pre.shape).to(ctx.reads)
+        return wanted(ctx, None, None, d_reads, *found, *narrowed)
 
 
 def _backend(name: Backend) -> StreamBackend:

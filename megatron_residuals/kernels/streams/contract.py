@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
     Attributes:
         streams: those that were read, updated or not.
-        h_pre: the coefficients of the read.
+        h_pre: the coefficients of the read; those given, where they were.
         mixes: K + 1 numbers per token, from which all coefficients can be computed again.
     """
 
@@ -49,7 +49,11 @@ class StreamBackend(Protocol):
         """Gradients of all that a write takes, from that of the streams behind it."""
 
     def update_and_read(
-        self, before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+        self,
+        before: StreamUpdate | Tensor,
+        weights: MhcWeights,
+        options: MhcOptions,
+        reads: Tensor | None,
     ) -> tuple[StreamRead, Tensor]:
         """What the reference gives (of streams alone, these streams), and the ``mixes`` to keep."""
 
@@ -60,5 +64,11 @@ class StreamBackend(Protocol):
         update: StreamUpdate | None,
         weights: MhcWeights,
         options: MhcOptions,
-    ) -> tuple[StreamUpdate | Tensor, MhcWeights]:
-        """Gradients of the arguments. That of h_pre is not looked at: it is not differentiable."""
+        *,
+        reads: bool,
+    ) -> tuple[StreamUpdate | Tensor, MhcWeights, Tensor]:
+        """Gradients of the arguments, and that of the coefficients of the read.
+
+        The gradient of h_pre is looked at only where ``reads`` were given: otherwise it is that of
+        the read, and h_pre is not differentiable.
+        """

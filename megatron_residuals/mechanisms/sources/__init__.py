@@ -134,6 +134,7 @@ class AttnRes(Sources):
     summary = "attention over the outputs of all earlier sublayers"
     options = AttnResOptions
     libraries = LIBRARIES
+    kernels = "all; reads by heads, and added to the stream, are PyTorch's"
     metrics = SOURCES
 
     def __init__(self, name: str) -> None:

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from megatron_residuals.diagnostics.journal import Journal
     from megatron_residuals.diagnostics.page import Panel
     from megatron_residuals.mechanisms.base import PublicLayout
-    from megatron_residuals.mechanisms.streams.module import StreamHead, StreamResidual
+    from megatron_residuals.mechanisms.streams.module import (
+        ManifoldHyperConnection,
+        SinglePassHead,
+        StreamHead,
+        StreamResidual,
+    )
     from megatron_residuals.mechanisms.streams.probe import HcProbe, IdentityProbe, MhcProbe
     from megatron_residuals.modules import StreamState
 
@@ -35,8 +40,8 @@ HC_NORMS = ("layernorm", "rmsnorm")
 
 
 @dataclass(frozen=True)
-class StreamOptions:
-    """What all forms read. ``contraction_default`` is what ``auto`` stands for."""
+class StreamCount:
+    """What all forms read."""
 
     streams: int = option(
         4,
@@ -44,6 +49,12 @@ class StreamOptions:
         minimum=1,
         advice="weights of another number of streams do not fit: give the saved number",
     )
+
+
+@dataclass(frozen=True)
+class StreamOptions(StreamCount):
+    """Streams and their contraction. ``contraction_default`` is what ``auto`` stands for."""
+
     contraction: str = option(
         "auto",
         "how the streams become one hidden state at the end (auto: HC sum, mHC paper mean, "
@@ -89,7 +100,7 @@ class HcOptions(StreamOptions):
 
 
 @dataclass(frozen=True)
-class GateOptions(StreamOptions):
+class GateOptions(StreamCount):
     """Options of sigmoid gates."""
 
     mhc_eps: float | None = option(
@@ -111,8 +122,8 @@ class GateOptions(StreamOptions):
 
 
 @dataclass(frozen=True)
-class MhcOptions(GateOptions):
-    """Options of mHC."""
+class ManifoldOptions(GateOptions):
+    """Options of constrained mixing."""
 
     mhc_convention: str = option(
         "paper",
@@ -131,11 +142,6 @@ class MhcOptions(GateOptions):
     )
 
     @property
-    def contraction_default(self) -> str:
-        """DeepSeek-V4 learns its head."""
-        return "learned" if self.mhc_convention == "dsv4" else "mean"
-
-    @property
     def resolved_mhc_eps(self) -> float:
         """``mhc_eps`` with the convention's default filled in."""
         if self.mhc_eps is not None:
@@ -144,7 +150,17 @@ class MhcOptions(GateOptions):
 
 
 @dataclass(frozen=True)
-class IhcOptions(GateOptions):
+class MhcOptions(ManifoldOptions, StreamOptions):
+    """Options of mHC."""
+
+    @property
+    def contraction_default(self) -> str:
+        """DeepSeek-V4 learns its head."""
+        return "learned" if self.mhc_convention == "dsv4" else "mean"
+
+
+@dataclass(frozen=True)
+class IhcOptions(GateOptions, StreamOptions):
     """Options of iHC."""
 
     ihc_gate_eps: float = option(1e-6, "what iHC adds to its gates", above=0.0)
@@ -232,6 +248,7 @@ class HyperConnections(Streams):
     """HC (arXiv 2409.19606)."""
 
     options = HcOptions
+    kernels = "reads and writes of streams; coefficients are PyTorch's"
     metrics = (*MIXING, *STREAMS, *OF_HC)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> HcProbe:
@@ -287,6 +304,7 @@ class ManifoldHyperConnections(GatedStreams):
     summary = "the same, mixing constrained to doubly stochastic matrices"
     options = MhcOptions
     libraries = ("liger",)
+    kernels = "all, up to four streams; coefficients of more, or of permutations, are PyTorch's"
     metrics = (*MIXING, *STREAMS, *GATES, *OF_MHC)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> MhcProbe:
@@ -319,15 +337,24 @@ class ManifoldHyperConnections(GatedStreams):
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
         """Gates and a doubly stochastic matrix."""
+        from megatron_residuals.mechanisms.streams import module
+
+        return self._sublayer(module.ManifoldHyperConnection, config, place, place.sublayer)
+
+    def _sublayer(
+        self,
+        kind: type[ManifoldHyperConnection],
+        config: ResidualConfig,
+        place: Place,
+        home_stream: int,
+    ) -> StreamResidual:
         from megatron_residuals import functional
-        from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
 
         plain = config.mhc_mixing == "sinkhorn"
-
-        return ManifoldHyperConnection(
+        return kind(
             place.hidden_size,
             num_streams=config.streams,
-            home_stream=place.sublayer % config.streams,
+            home_stream=home_stream % config.streams,
             options=functional.MhcOptions(
                 config.mhc_convention if plain else config.mhc_mixing,
                 config.mhc_sinkhorn_iterations,
@@ -358,6 +385,7 @@ class IdentityHyperConnections(GatedStreams):
 
     summary = "a gated sum of n streams, which are not mixed"
     options = IhcOptions
+    kernels = "all, up to four streams; coefficients of more are PyTorch's"
     metrics = (*STREAMS, *GATES)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> IdentityProbe:
@@ -395,6 +423,63 @@ class IdentityHyperConnections(GatedStreams):
         return HY4
 
 
+class SinglePassHyperConnections(ManifoldHyperConnections):
+    """Single-Pass mHC (DeepSeek-V4.1, arXiv 2609.19969)."""
+
+    summary = "mHC's sum with weights that the sublayer before has predicted"
+    options = ManifoldOptions
+    libraries = ()
+
+    def numbers(self, config: ResidualConfig) -> int:
+        """The weights of the next read."""
+        streams: int = config.streams
+        return streams
+
+    def open(self, config: ResidualConfig, embedding: Tensor) -> StreamState:
+        """n copies of the embedding, of which the first is read."""
+        from megatron_residuals.functional.precision import wide_dtype
+
+        state = super().open(config, embedding)
+        shape = state.streams.shape[:-1]
+        reads = embedding.new_zeros(shape, dtype=wide_dtype(embedding))
+        reads[..., 0] = 1.0
+        return state._replace(reads=reads)
+
+    def unpack(self, config: ResidualConfig, payload: Tensor) -> StreamState:
+        """Streams, and the weights behind them."""
+        from megatron_residuals.modules import StreamState
+
+        return StreamState.unpack_with_reads(payload, config.streams)
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
+        """Gates, of which those for reading are the next sublayer's, and a matrix."""
+        from megatron_residuals.mechanisms.streams import module
+
+        return self._sublayer(module.SinglePassHyperConnection, config, place, place.sublayer + 1)
+
+    def build_head(self, config: ResidualConfig, place: Place) -> SinglePassHead:
+        """The last sublayer's weights."""
+        from megatron_residuals.mechanisms.streams.module import SinglePassHead
+
+        return SinglePassHead(config.kernels)
+
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int | None:
+        """The weights."""
+        streams: int = config.streams
+        return streams
+
+    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
+        """With the eps that a None stands for."""
+        return {**config.binding_options(), "mhc_eps": config.resolved_mhc_eps}
+
+    def public_layout(self) -> PublicLayout:
+        """DeepSeek-V4.1's."""
+        from megatron_residuals.mechanisms.streams.public import DEEPSEEK_V41
+
+        return DEEPSEEK_V41
+
+
 HC = HyperConnections("hc")
 MHC = ManifoldHyperConnections("mhc")
 IHC = IdentityHyperConnections("ihc")
+SINGLE_PASS_MHC = SinglePassHyperConnections("single_pass_mhc")

@@ -39,12 +39,16 @@ HC_SCALE_INIT = 0.01
 
 
 class PendingWrite(NamedTuple):
-    """What a read leaves for the write: the streams, and how to read and update them."""
+    """What a read leaves for the write: the streams, and how to read and update them.
+
+    ``reads`` are weights for the next sublayer, where this one predicts them.
+    """
 
     streams: Tensor
     h_pre: Tensor
     h_post: Tensor
     h_res: Tensor | None
+    reads: Tensor | None = None
 
 
 class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
@@ -81,8 +85,9 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
 
     def write(self, pending: PendingWrite, output: Tensor) -> StreamState:
         """Streams to be mixed among themselves, with the sublayer's output added to each."""
-        streams, _, h_post, h_res = pending
-        return StreamState(streams, StreamUpdate(streams, output, h_post, h_res), self.kernels)
+        streams, _, h_post, h_res, reads = pending
+        update = StreamUpdate(streams, output, h_post, h_res)
+        return StreamState(streams, update, self.kernels, reads)
 
 
 class HyperConnection(StreamResidual):
@@ -232,6 +237,38 @@ class IdentityHyperConnection(ManifoldHyperConnection):
     """
 
     libraries = ()
+
+
+class SinglePassHyperConnection(ManifoldHyperConnection):
+    """mHC that reads with the weights of the sublayer before (DeepSeek-V4.1, arXiv 2609.19969).
+
+    Streams are written, read and projected in one go. Parameters as mHC's; the part pre of a
+    sublayer says how the next one reads, and so does ``home_stream``.
+    """
+
+    libraries = ()
+
+    def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
+        """``read``: with what the state says; what is predicted goes on with the write."""
+        assert state.reads is not None, "the state says how to read"
+        before = state.streams if state.update is None else state.update
+        streams, x, following, h_post, h_res = update_and_read(
+            before, self._weights(), self.options, state.reads, backend=self.kernels
+        )
+        return x, PendingWrite(streams, state.reads, h_post, h_res, following)
+
+
+class SinglePassHead(ResidualHead[StreamState]):
+    """The last sublayer's weights contract the streams."""
+
+    def __init__(self, kernels: str = "auto") -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def close(self, state: StreamState) -> Tensor:
+        """One more read."""
+        assert state.reads is not None, "the state says how to read"
+        return read_streams(state.settled().streams, state.reads, backend=self.kernels)
 
 
 class StreamHead(ResidualHead[StreamState]):

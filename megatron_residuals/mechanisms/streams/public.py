@@ -12,6 +12,8 @@ Hy4 (iHC)
     model.layers.<l>.hc_attn_layer.hc_pre.hc_fn, hc_mlp_layer…   [2n, n d]   and so on
     model.hc_head.hc_head_fn, …
 
+DeepSeek-V4.1 (Single-Pass mHC): DeepSeek-V4's names without a head, which tells the two apart.
+
 DeepSeek-V4's last n^2 rows are comb[old, new], which is the layout of the ``dsv4`` convention.
 ``paper`` has H_res[new, old] there: its rows change places on the way out and back, which is exact.
 What a model of the other convention computes with them is the same up to eps (the paper's Sinkhorn
@@ -22,8 +24,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,9 +49,10 @@ class StreamNames:
         alphas: our names of what a scale holds.
         layer: the public name of a parameter of a layer, with ``layer``, ``part`` and ``name``.
         parts: the public names of the sublayers of a layer.
-        head: the public name of a parameter of the head.
+        head: the public name of a parameter of the head; None where the model has none.
         patterns: forms of names in files, with the groups of ``layer``.
         head_patterns: the same for the head.
+        otherwise: what a file is that has a head where the model has none, or the reverse.
     """
 
     NAME: str
@@ -59,11 +62,12 @@ class StreamNames:
     alphas: tuple[str, ...]
     layer: str
     parts: tuple[str, str]
-    head: str
+    head: str | None
     patterns: tuple[re.Pattern[str], ...]
     head_patterns: tuple[re.Pattern[str], ...]
     SETTINGS: Mapping[str, tuple[str, int | float]] = field(hash=False)
     SAID: Mapping[str, Setting] = field(default_factory=dict, hash=False)
+    otherwise: str = ""
 
     def matches(self, name: str) -> bool:
         """Whether a name in a file is one of the parameters here."""
@@ -90,8 +94,9 @@ class StreamNames:
         for sublayer in gpt_sublayers(num_layers):
             for name, tensor in self._sublayer(parameters, sublayer, config).items():
                 tensors[self._key(sublayer, name)] = tensor
-        for name, tensor in _head(parameters, config).items():
-            tensors[self.head.format(name=name)] = tensor
+        if self.head is not None:
+            for name, tensor in _head(parameters, config).items():
+                tensors[self.head.format(name=name)] = tensor
         return tensors
 
     def _check(self, config: ResidualConfig) -> None:
@@ -105,6 +110,8 @@ class StreamNames:
             faults.append(
                 f"mixing by {config.mhc_mixing} has no form there; {self.model} has Sinkhorn's."
             )
+        elif self.head is None:
+            pass
         elif config.resolved_contraction == "sum":
             faults.append(
                 f"the contraction is sum, whose weights of one are no values of {self.model}'s "
@@ -145,10 +152,13 @@ class StreamNames:
             ValueError: parameters are missing or of another shape, or the file has a head that is
                 more than the mean, for a model without one; all faults at once.
         """
+        self._check_head(tensors)
         found = self._renamed(tensors)
         there = {name: tensor.shape for name, tensor in found.items()}
         raise_faults(self.NAME, shape_faults(there, self._shapes(config, num_layers, hidden_size)))
         parameters = dict(self._imported(found, config, num_layers))
+        if self.head is None:
+            return parameters
         head = {ours: found[self.head.format(name=name)] for name, ours in _HEAD.items()}
         if config.resolved_contraction == "learned":
             parameters |= {head_key(name): tensor for name, tensor in head.items()}
@@ -158,6 +168,12 @@ class StreamNames:
                 f"{config.resolved_contraction}; give --residual-contraction learned"
             )
         return parameters
+
+    def _check_head(self, names: Iterable[str]) -> None:
+        """DeepSeek-V4 and V4.1 have the same names but for the head."""
+        has_head = any(form.match(name) for name in names for form in self.head_patterns)
+        if self.otherwise and has_head != (self.head is not None):
+            raise ValueError(f"{self.NAME}: {self.otherwise}")
 
     def _shapes(
         self, config: ResidualConfig, num_layers: int, hidden_size: int
@@ -170,6 +186,8 @@ class StreamNames:
             for sublayer in gpt_sublayers(num_layers)
             for name, shape in shapes.items()
         }
+        if self.head is None:
+            return wanted
         heads = {"fn": (n, width), "base": (n,), "scale": (1,)}
         return wanted | {self.head.format(name=name): shape for name, shape in heads.items()}
 
@@ -184,7 +202,7 @@ class StreamNames:
                     key = self.layer.format(layer=int(layer), part=part, name=last)
                     found[key] = tensor.float()
             for form in self.head_patterns:
-                if (match := form.match(name)) is not None:
+                if self.head is not None and (match := form.match(name)) is not None:
                     found[self.head.format(name=match[1])] = tensor.float()
         return found
 
@@ -259,6 +277,16 @@ DEEPSEEK_V4 = StreamNames(
         "rms_norm_eps": ("mhc_eps", 1.0),  # of the norm in front of the coefficients
     },
     SAID={"mhc_convention": "dsv4", "mhc_mixing": "sinkhorn"},
+    otherwise="the file has no hc_head, so it is DeepSeek-V4.1's (--residual single_pass_mhc)",
+)
+DEEPSEEK_V41 = replace(
+    DEEPSEEK_V4,
+    NAME="deepseek-v4.1",
+    MODEL_TYPES=("deepseek_v41", "deepseek_v41_text"),  # the whole model, and its language model
+    model="DeepSeek-V4.1",
+    mechanism="single_pass_mhc",
+    head=None,
+    otherwise="the file has an hc_head, so it is DeepSeek-V4's (--residual mhc)",
 )
 HY4 = StreamNames(
     NAME="hy4",

@@ -20,11 +20,12 @@ Values = tuple[Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class BoundaryCase:
-    """Inputs in float64: streams, output, h_post, h_res, mapping, bias, alpha.
+    """Inputs in float64: streams, output, h_post, h_res, mapping, bias, alpha, and perhaps reads.
 
     Attributes:
         updates: whether there is a write; without one, output, h_post and h_res have no part in it,
             nor has h_res where streams are not mixed.
+        reads: whether the weights of the read are given, so that h_pre is for the next one.
     """
 
     n: int
@@ -35,9 +36,11 @@ class BoundaryCase:
     iterations: int = 5
     eps: float = 1e-2
     gate_eps: float | None = None
+    reads: bool = False
 
     def __str__(self) -> str:
         kind = "boundary" if self.updates else "first read"
+        kind = f"single-pass {kind}" if self.reads else kind
         return f"{kind} {self.convention} n={self.n} d={self.d} {self.lead}"
 
     def tensors(self, dtype: torch.dtype) -> list[Tensor]:
@@ -51,16 +54,19 @@ class BoundaryCase:
         inputs += [draw(*self.lead, n), draw(*self.lead, n, n)]
         inputs += [draw(columns, n * d) / d**0.5, draw(columns)]
         inputs += [alpha[: len(parts)]]
+        inputs += [draw(*self.lead, n)] * self.reads
         wide = torch.promote_types(dtype, torch.float32)
         return [x.to(dtype if i < ACTIVATIONS else wide) for i, x in enumerate(inputs)]
 
     def run(self, *tensors: Tensor, backend: str = "torch") -> StreamRead:
         """The kernel."""
-        return kernels.update_and_read(*self._arguments(tensors), self.options, backend=backend)
+        before, weights, reads = self._arguments(tensors)
+        return kernels.update_and_read(before, weights, self.options, reads, backend=backend)
 
     def reference(self, *tensors: Tensor) -> StreamRead:
         """The specification."""
-        return functional.update_and_read(*self._arguments(tensors), self.options)
+        before, weights, reads = self._arguments(tensors)
+        return functional.update_and_read(before, weights, self.options, reads)
 
     def rounding_reference(self, dtype: torch.dtype) -> Callable[..., StreamRead]:
         """The specification in float64, but for streams that are rounded to a dtype once written.
@@ -69,11 +75,11 @@ class BoundaryCase:
         """
 
         def compute(*tensors: Tensor) -> StreamRead:
-            streams, weights = self._arguments(tensors)
+            streams, weights, reads = self._arguments(tensors)
             if isinstance(streams, StreamUpdate):
                 written = functional.write_streams(streams)
                 streams = written + (written.to(dtype).double() - written).detach()
-            return functional.update_and_read(streams, weights, self.options)
+            return functional.update_and_read(streams, weights, self.options, reads)
 
         return compute
 
@@ -88,10 +94,10 @@ class BoundaryCase:
         detached = tuple(value.detach() for value in (*values, found.h_pre))
         return detached, [leaf.grad for leaf in leaves]
 
-    @staticmethod
-    def trained(found: StreamRead) -> Values:
-        """What has a gradient, h_res where there is one."""
+    def trained(self, found: StreamRead) -> Values:
+        """What has a gradient, h_res where there is one and h_pre where it is not read with."""
         values = (found.streams, found.x, found.h_post, found.h_res)
+        values += (found.h_pre,) * self.reads
         return tuple(value for value in values if value is not None)
 
     def cotangents(self, values: Values, dtype: torch.dtype) -> list[Tensor]:
@@ -107,10 +113,12 @@ class BoundaryCase:
     def options(self) -> MhcOptions:
         return MhcOptions(self.convention, self.iterations, self.eps, self.gate_eps)
 
-    def _arguments(self, tensors: tuple[Tensor, ...]) -> tuple[StreamUpdate | Tensor, MhcWeights]:
+    def _arguments(
+        self, tensors: tuple[Tensor, ...]
+    ) -> tuple[StreamUpdate | Tensor, MhcWeights, Tensor | None]:
         update = StreamUpdate(*tensors[: 4 if self.options.mixes else 3])
         before = update if self.updates else tensors[0]
-        return before, MhcWeights(*tensors[4:])
+        return before, MhcWeights(*tensors[4:7]), tensors[7] if self.reads else None
 
 
 def largest_error(actual: object, exact: object) -> float:

@@ -37,6 +37,10 @@ CASES += [
         (6, "kronecker", False),
     )
 ]
+CASES += [
+    BoundaryCase(n, 7, (2, 3), convention, updates, reads=True)
+    for n, convention, updates in ((1, "paper", True), (4, "dsv4", True), (3, "paper", False))
+]
 FEW = [BoundaryCase(4, 7, (2, 3)), BoundaryCase(4, 7, (2, 3), "dsv4", False)]
 FEW += [BoundaryCase(3, 7, (2, 3), "identity")]
 

@@ -52,6 +52,8 @@ CASES += [
     BoundaryCase(4, 20, (2, 3), "permutations"),
     BoundaryCase(4, 20, (3,), "kronecker", False),
 ]
+CASES += [BoundaryCase(n, 20, (2, 3), "dsv4", reads=True) for n in (4, 6)]
+CASES += [BoundaryCase(3, 20, (2, 3), updates=False, reads=True)]
 WIDE = [BoundaryCase(4, d, (1,), updates=d != 5120) for d in (2880, 5120, 7168)]
 # of each path of the kernels one
 SOME = [BoundaryCase(4, 20, (2, 3)), BoundaryCase(3, 20, (2, 3), "dsv4", False)]

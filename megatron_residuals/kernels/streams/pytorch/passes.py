@@ -133,7 +133,10 @@ class _WriteBackward:
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None,
 ) -> tuple[StreamRead, Tensor]:
     """Writes (unless given just the streams), projects and reads in one pass over the streams."""
     update = before if isinstance(before, StreamUpdate) else None
@@ -154,7 +157,7 @@ def update_and_read(
             wide = scratch.wide("wide", part)
         project(wide.flatten(1), weights.mapping, mixes[:, chunk])
         h_pre[chunk] = gate(mixes[:, chunk], weights, n, options).t()
-        _read_chunk(wide, h_pre[chunk], x[chunk], scratch)
+        _read_chunk(wide, (h_pre if reads is None else reads)[chunk], x[chunk], scratch)
     rest = tokens_first(*update_coefficients(mixes, weights, n, options))
     return StreamRead(written, x, h_pre, *rest), mixes
 
@@ -171,7 +174,9 @@ def update_and_read_backward(
     update: StreamUpdate | None,
     weights: MhcWeights,
     options: MhcOptions,
-) -> tuple[StreamUpdate | Tensor, MhcWeights]:
+    *,
+    reads: bool,
+) -> tuple[StreamUpdate | Tensor, MhcWeights, Tensor]:
     """The gradient of a chunk's streams is formed, used for all that it gives, and forgotten."""
     streams, h_pre, mixes = kept
     n = streams.shape[1]
@@ -184,11 +189,15 @@ def update_and_read_backward(
         mixes, *tokens_last(gradients.h_post, gradients.h_res), weights, options
     )
     d_logits[:n] = gate_slopes(mixes, weights, n, options)
+    if reads:
+        d_logits[:n].mul_(gradients.h_pre.t())
+    d_read = torch.empty_like(h_pre)
     for chunk in chunks(streams):
         wide = scratch.wide("written", streams[chunk])
         d_x = scratch.wide("read", gradients.x[chunk])
-        d_pre = torch.bmm(wide, d_x.unsqueeze(2)).squeeze(2)
-        d_logits[:n, chunk].mul_(d_pre.t())
+        torch.bmm(wide, d_x.unsqueeze(2), out=d_read[chunk].unsqueeze(2))
+        if not reads:
+            d_logits[:n, chunk].mul_(d_read[chunk].t())
         d_mixes = mixes_backward(d_logits[:, chunk], mixes[:, chunk], weights, n, options.eps)
         d_mapping.addmm_(d_mixes[:-1], wide.flatten(1))
         g = scratch.new("gradient", wide)
@@ -201,4 +210,4 @@ def update_and_read_backward(
         elif isinstance(before, Tensor):
             before[chunk].copy_(g)
     d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, n, options.eps)
-    return before, MhcWeights(d_mapping, d_bias, d_alpha)
+    return before, MhcWeights(d_mapping, d_bias, d_alpha), d_read

@@ -41,11 +41,14 @@ def write_streams_backward(gradient: Tensor, update: StreamUpdate) -> StreamUpda
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None,
 ) -> tuple[StreamRead, Tensor]:
     """As the contract says."""
     tensors = present(before) if isinstance(before, StreamUpdate) else [before]
-    *found, mixes = operators.update_and_read(tensors, list(weights), *options)
+    *found, mixes = operators.update_and_read(tensors, list(weights), reads, *options)
     streams = [] if isinstance(before, StreamUpdate) else [before]
     return StreamRead(*streams, *found), mixes
 
@@ -56,9 +59,12 @@ def update_and_read_backward(
     update: StreamUpdate | None,
     weights: MhcWeights,
     options: MhcOptions,
-) -> tuple[StreamUpdate | Tensor, MhcWeights]:
+    *,
+    reads: bool,
+) -> tuple[StreamUpdate | Tensor, MhcWeights, Tensor]:
     """As the contract says."""
-    *before, mapping, bias, alpha = operators.update_and_read_backward(
-        present(gradients), list(kept), present(update or ()), list(weights), *options
+    *before, mapping, bias, alpha, d_read = operators.update_and_read_backward(
+        present(gradients), list(kept), present(update or ()), list(weights), reads, *options
     )
-    return before[0] if update is None else StreamUpdate(*before), MhcWeights(mapping, bias, alpha)
+    d_before = before[0] if update is None else StreamUpdate(*before)
+    return d_before, MhcWeights(mapping, bias, alpha), d_read

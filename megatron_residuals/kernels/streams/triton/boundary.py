@@ -49,7 +49,10 @@ def mixes_shape(
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None,
 ) -> tuple[StreamRead, Tensor]:
     """As the contract says; of streams alone, these streams."""
     n = (before.streams if isinstance(before, StreamUpdate) else before).shape[1]
@@ -60,7 +63,8 @@ def update_and_read(
         written = launches.write(before) if isinstance(before, StreamUpdate) else before
         mixes = _mixes(written, weights)
         found = _coefficients(mixes, weights, n, options)
-    return StreamRead(written, launches.read(written, found.h_pre), *found), mixes
+    x = launches.read(written, found.h_pre if reads is None else reads)
+    return StreamRead(written, x, *found), mixes
 
 
 def _mixes(written: Tensor, weights: MhcWeights) -> Tensor:
@@ -85,11 +89,14 @@ def update_and_read_backward(
     update: StreamUpdate | None,
     weights: MhcWeights,
     options: MhcOptions,
-) -> tuple[StreamUpdate, MhcWeights]:
+    *,
+    reads: bool,
+) -> tuple[StreamUpdate, MhcWeights, Tensor]:
     """As the contract says; without an update, the record has the streams' gradient alone."""
     streams, h_pre, mixes = kept
     d_streams, d_x = gradients.streams, gradients.x
-    d_pre = launches.products(d_x, streams, mixes.dtype)
+    d_read = launches.products(d_x, streams, mixes.dtype)
+    d_pre = gradients.h_pre if reads else d_read
     d_coefficients = StreamCoefficients(d_pre, gradients.h_post, gradients.h_res)
     if is_fused(streams.shape[1], options):
         carry, d_bias, d_alpha = launches.coefficients_backward(
@@ -105,7 +112,7 @@ def update_and_read_backward(
         d_streams, d_mapping = _through_projection(d_streams, streams, d_mixes, weights)
         read = launches.ReadGradient(d_x, h_pre)
         before, _ = launches.streams_backward(d_streams, read, update, streams)
-    return before, MhcWeights(d_mapping, d_bias, d_alpha)
+    return before, MhcWeights(d_mapping, d_bias, d_alpha), d_read
 
 
 def _logits_backward(

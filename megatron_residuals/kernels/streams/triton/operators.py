@@ -76,12 +76,13 @@ def _(gradient: Tensor, update: list[Tensor]) -> list[Tensor]:
 
 
 @custom_operator(
-    "update_and_read(Tensor[] before, Tensor[] weights, "
+    "update_and_read(Tensor[] before, Tensor[] weights, Tensor? reads, "
     "str convention, int iterations, float eps, float? gate_eps) -> Tensor[]"
 )
 def update_and_read(
     before: list[Tensor],
     weights: list[Tensor],
+    reads: Tensor | None,
     convention: str,
     iterations: int,
     eps: float,
@@ -93,6 +94,7 @@ def update_and_read(
         StreamUpdate(*before) if updates else before[0],
         MhcWeights(*weights),
         MhcOptions(convention, iterations, eps, gate_eps),
+        reads,
     )
     return [*present(found if updates else found[1:]), mixes]
 
@@ -101,6 +103,7 @@ def update_and_read(
 def _(
     before: list[Tensor],
     weights: list[Tensor],
+    reads: Tensor | None,
     convention: str,
     iterations: int,
     eps: float,
@@ -117,27 +120,30 @@ def _(
 
 @custom_operator(
     "update_and_read_backward(Tensor[] gradients, Tensor[] kept, Tensor[] update, "
-    "Tensor[] weights, str convention, int iterations, float eps, float? gate_eps) -> Tensor[]"
+    "Tensor[] weights, bool reads, str convention, int iterations, float eps, float? gate_eps) "
+    "-> Tensor[]"
 )
 def update_and_read_backward(
     gradients: list[Tensor],
     kept: list[Tensor],
     update: list[Tensor],
     weights: list[Tensor],
+    reads: bool,
     convention: str,
     iterations: int,
     eps: float,
     gate_eps: float | None,
 ) -> list[Tensor]:
-    """Gradients of the update (of streams alone where ``update`` is empty), then of the weights."""
-    before, found = boundary.update_and_read_backward(
+    """Gradients of the update (of streams alone where there is none), the weights and the read."""
+    before, found, d_read = boundary.update_and_read_backward(
         StreamRead(*gradients),
         Kept(*kept),
         StreamUpdate(*update) if update else None,
         MhcWeights(*weights),
         MhcOptions(convention, iterations, eps, gate_eps),
+        reads=reads,
     )
-    return [*present(before if update else before[:1]), *found]
+    return [*present(before if update else before[:1]), *found, d_read]
 
 
 @update_and_read_backward.register_fake
@@ -146,9 +152,10 @@ def _(
     kept: list[Tensor],
     update: list[Tensor],
     weights: list[Tensor],
+    reads: bool,
     convention: str,
     iterations: int,
     eps: float,
     gate_eps: float | None,
 ) -> list[Tensor]:
-    return [torch.empty_like(each) for each in (*(update or kept[:1]), *weights)]
+    return [torch.empty_like(each) for each in (*(update or kept[:1]), *weights, kept[1])]
