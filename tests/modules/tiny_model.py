@@ -167,8 +167,9 @@ MECHANISMS = [
     ResidualConfig("mhc", streams=3),
     ResidualConfig("mhc", streams=3, mhc_convention="dsv4"),
     ResidualConfig("mhc", streams=1, contraction="sum"),
-    ResidualConfig("mhc", streams=3, mhc_mixing="permutations"),
-    ResidualConfig("mhc", streams=4, mhc_mixing="kronecker"),
+    # a mean of streams does not notice how they are mixed last, where columns sum to one exactly
+    ResidualConfig("mhc", streams=3, mhc_mixing="permutations", contraction="learned"),
+    ResidualConfig("mhc", streams=4, mhc_mixing="kronecker", contraction="learned"),
     ResidualConfig("ihc", streams=3),
     ResidualConfig("single_pass_mhc", streams=3),
     ResidualConfig("attnres"),

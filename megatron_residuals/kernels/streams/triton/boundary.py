@@ -4,7 +4,8 @@
 
 Up to four streams the projection is part of the passes over the planes: 3n + 2 planes forward and
 5n + 4 backward. More have too many coefficients for that; their projections are plain matrix
-products, and their coefficients those of plain PyTorch. So are those of sums of permutations.
+products, and their coefficients those of plain PyTorch. So are those of sums of permutations. With
+the weights of the read given (Single-Pass mHC) it is part of the first pass: 2n + 2 planes forward.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ def update_and_read(
     """As the contract says; of streams alone, these streams."""
     n = (before.streams if isinstance(before, StreamUpdate) else before).shape[1]
     if is_fused(n, options):
-        written, partial = launches.write_and_mix(before, weights.mapping)
+        written, partial, x = launches.write_and_mix(before, weights.mapping, reads)
         found, mixes = launches.coefficients(partial, weights, n, options)
+        if reads is not None:
+            return StreamRead(written, x, *found), mixes
     else:
         written = launches.write(before) if isinstance(before, StreamUpdate) else before
         mixes = _mixes(written, weights)

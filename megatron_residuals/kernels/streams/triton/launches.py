@@ -32,15 +32,16 @@ from megatron_residuals.kernels.streams.triton.passes_backward import streams_ba
 
 def write(update: StreamUpdate) -> Tensor:
     """The streams behind a write."""
-    return _write_and_mix(update, None)[0]
+    return write_and_mix(update, None)[0]
 
 
-def write_and_mix(before: StreamUpdate | Tensor, mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """The streams behind a write (those given if there is none), and their partial mixes."""
-    return _write_and_mix(before, mapping)
+def write_and_mix(
+    before: StreamUpdate | Tensor, mapping: Tensor | None, reads: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The streams behind a write (those given if there is none), their partial mixes, their read.
 
-
-def _write_and_mix(before: StreamUpdate | Tensor, mapping: Tensor | None) -> tuple[Tensor, Tensor]:
+    The read is empty without ``reads`` [T, n], its weights, and the mixes are without a mapping.
+    """
     updates, mixes = isinstance(before, StreamUpdate), mapping is not None
     streams, *update = before if isinstance(before, StreamUpdate) else (before, None, None, None)
     tokens, n, d = streams.shape
@@ -49,14 +50,17 @@ def _write_and_mix(before: StreamUpdate | Tensor, mapping: Tensor | None) -> tup
     splits, columns = ceil_div(d, split), 0 if mapping is None else mapping.shape[0]
     written = torch.empty_like(streams) if updates else streams
     partial = streams.new_empty(splits if mixes else 0, tokens, columns + 1, dtype=torch.float32)
+    read = streams.new_empty(0 if reads is None else tokens, d)
     if tokens:
         operand = None if mapping is None else _operand(mapping, streams.dtype)
         write_and_mix_kernel[(ceil_div(tokens, tile.tokens), splits)](
             streams,
             *update,
             operand,
+            reads,
             written if updates else None,
             partial if mixes else None,
+            None if reads is None else read,
             tokens,
             N=n,
             D=d,
@@ -65,11 +69,12 @@ def _write_and_mix(before: StreamUpdate | Tensor, mapping: Tensor | None) -> tup
             UPDATE=updates,
             RES=update[-1] is not None,
             MIX=mixes,
+            READ=reads is not None,
             BK=_padded(columns) if mixes else 16,
             HALVES=_halves(operand),
             **tile.options,
         )
-    return written, partial
+    return written, partial, read
 
 
 def _padded(columns: int) -> int:
