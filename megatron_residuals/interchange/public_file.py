@@ -207,6 +207,11 @@ def _translated(
                 f"{MODEL_TYPE} is {public[MODEL_TYPE]!r}, where the same names may mean another "
                 f"model; known is {' and '.join(layout.MODEL_TYPES)}."
             )
+    faults.extend(
+        f"{word} is {public[word]!r}; here there is only {value}."
+        for word, value in layout.FIXED.items()
+        if word in public and public[word] != value
+    )
     told_by: dict[str, str] = {}
     for word, (name, factor) in layout.SETTINGS.items():
         if word not in public:

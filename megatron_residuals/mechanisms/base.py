@@ -66,12 +66,14 @@ class PublicLayout(Protocol):
         SAID: settings that the names alone say.
         SETTINGS: words of a released configuration: our name, and how many of ours one of theirs
             is.
+        FIXED: words of a released configuration that have one value here.
     """
 
     NAME: str
     MODEL_TYPES: tuple[str, ...]
     SAID: Mapping[str, Setting]
     SETTINGS: Mapping[str, tuple[str, int | float]]
+    FIXED: Mapping[str, float]
 
     @property
     def matches(self) -> Callable[[str], bool]:

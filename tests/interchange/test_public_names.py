@@ -310,6 +310,18 @@ def test_the_names_and_shapes_are_those_of_hy4() -> None:
 
 
 @needs_safetensors
+def test_a_released_hy4_is_read_with_its_two_eps_and_refused_with_another_magnitude(
+    tmp_path: Path,
+) -> None:
+    public = {"model_type": "hy_v4", "hc_mult": 3, "hc_eps": 1e-6, "rms_norm_eps": 1e-5}
+    parameters = released(tmp_path / "same", IHC, {**public, "hc_magnitude": 2.0})
+    assert_same(read(tmp_path / "same", IHC), parameters)
+    released(tmp_path / "other", IHC, {**public, "hc_magnitude": 1.0})
+    with pytest.raises(ValueError, match="hc_magnitude is 1.0; here there is only 2.0"):
+        read(tmp_path / "other", IHC)
+
+
+@needs_safetensors
 def test_files_that_do_not_fit_the_model_are_refused_with_every_fault(path: Path) -> None:
     write_residual(path, random_parameters(DSV4), DSV4, LAYERS)
     for layers, hidden, words in (

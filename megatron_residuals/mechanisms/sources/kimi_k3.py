@@ -29,6 +29,7 @@ SETTINGS = {
     "attn_res_block_size": (BLOCK_LENGTH, len(GPT_LAYER)),
     "rms_norm_eps": ("attnres_eps", 1.0),
 }
+FIXED: dict[str, float] = {}
 PREFIX = "language_model.model."
 SUBLAYERS = ("self_attention", "mlp")
 _LAYER = re.compile(

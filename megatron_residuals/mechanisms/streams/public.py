@@ -67,6 +67,7 @@ class StreamNames:
     head_patterns: tuple[re.Pattern[str], ...]
     SETTINGS: Mapping[str, tuple[str, int | float]] = field(hash=False)
     SAID: Mapping[str, Setting] = field(default_factory=dict, hash=False)
+    FIXED: Mapping[str, float] = field(default_factory=dict, hash=False)
     otherwise: str = ""
 
     def matches(self, name: str) -> bool:
@@ -307,4 +308,5 @@ HY4 = StreamNames(
         "hc_eps": ("ihc_gate_eps", 1.0),
         "rms_norm_eps": ("mhc_eps", 1.0),
     },
+    FIXED={"hc_magnitude": 2.0},  # of the sigmoid that writes
 )
