@@ -168,8 +168,9 @@ def read_by_heads(
     weights = head_weights(wide, query, key_gain, eps=eps, heads=heads) + additive
     pairs = zip(weights.unsqueeze(-1), wide, strict=True)
     parts = (weight * _by_heads(source, heads) for weight, source in pairs)
-    return functools.reduce(torch.add, parts).flatten(-2).to(sources[0].dtype)
+    mixed: Tensor = functools.reduce(torch.add, parts).flatten(-2)
+    return mixed.to(sources[0].dtype)
 
 
 def _by_heads(tensor: Tensor, heads: int) -> Tensor:
-    return tensor.unflatten(-1, (heads, -1))
+    return tensor.view(*tensor.shape[:-1], heads, -1)

@@ -8,6 +8,7 @@ None where it is the identity: the streams are not mixed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,12 @@ class StreamUpdate(NamedTuple):
     output: Tensor
     h_post: Tensor
     h_res: Tensor | None = None
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> StreamUpdate:
+        """A function of every tensor there is."""
+        streams, output, h_post, h_res = self
+        parts = function(streams), function(output), function(h_post)
+        return StreamUpdate(*parts, None if h_res is None else function(h_res))
 
 
 class StreamRead(NamedTuple):
@@ -296,6 +303,7 @@ def hc_coefficients(
     """
     if norm not in ("layernorm", "rmsnorm"):
         raise ValueError(f"norm is {norm!r}; allowed: layernorm, rmsnorm")
+    assert static.h_res is not None, "HC mixes streams"
     lead = (*streams.shape[:-2], streams.shape[-2])
     if mapping is None or scale is None:
         return StreamCoefficients(

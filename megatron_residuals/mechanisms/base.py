@@ -69,11 +69,20 @@ class PublicLayout(Protocol):
         FIXED: words of a released configuration that have one value here.
     """
 
-    NAME: str
-    MODEL_TYPES: tuple[str, ...]
-    SAID: Mapping[str, Setting]
-    SETTINGS: Mapping[str, tuple[str, int | float]]
-    FIXED: Mapping[str, float]
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def MODEL_TYPES(self) -> tuple[str, ...]: ...
+
+    @property
+    def SAID(self) -> Mapping[str, Setting]: ...
+
+    @property
+    def SETTINGS(self) -> Mapping[str, tuple[str, int | float]]: ...
+
+    @property
+    def FIXED(self) -> Mapping[str, float]: ...
 
     @property
     def matches(self) -> Callable[[str], bool]:

@@ -139,4 +139,6 @@ def hc_coefficients(
             )
         )
 
-    return StreamCoefficients(*recomputed(compute, streams, mapping, scale, *static))
+    assert static.h_res is not None, "HC mixes streams"
+    given = (static.h_pre, static.h_post, static.h_res)
+    return StreamCoefficients(*recomputed(compute, streams, mapping, scale, *given))

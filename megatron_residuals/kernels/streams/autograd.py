@@ -97,28 +97,34 @@ class UpdateAndRead(torch.autograd.Function):
         with without_autocast(streams):
             found, mixes = _backend(name).update_and_read(before, wide, options, given_reads)
         written = streams.view_as(streams) if given is None else found.streams.view(streams.shape)
-        lead = streams.shape[:-2]
-        x, h_pre, *others = (
-            None if value is None else value.view(*lead, *value.shape[1:]) for value in found[1:]
-        )
+        x, h_pre, new_post = (_led(value, streams) for value in found[1:4])
+        new_res = None if found.h_res is None else _led(found.h_res, streams)
         ctx.reads = None if reads is None else reads.dtype
         if reads is None:
             ctx.mark_non_differentiable(h_pre)
         kept = Kept(streams if given is None else written, h_pre if reads is None else reads, mixes)
         ctx.save_for_backward(streams, output, h_post, h_res, *kept, *weights)
-        return written, x, h_pre, *others
+        return written, x, h_pre, new_post, new_res
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        d_streams: Tensor,
+        d_x: Tensor,
+        d_pre: Tensor,
+        d_post: Tensor,
+        d_res: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         """One pass; for frozen inputs None."""
         streams, output, h_post, h_res, *kept, mapping, bias, alpha = ctx.saved_tensors
         read, h_pre, mixes = kept
         given, weights = _given(streams, output, h_post, h_res), (mapping, bias, alpha)
-        pairs = zip(gradients, (2, 1, 1, 1, 2), strict=True)
+        mixing = None if d_res is None else rows(d_res, 2)
+        gradients = StreamRead(rows(d_streams, 2), rows(d_x), rows(d_pre), rows(d_post), mixing)
         with without_autocast(streams):
             wide = _wide(weights, streams)
-            d_before, d_weights, d_pre = _backend(ctx.name).update_and_read_backward(
-                StreamRead(*[None if g is None else rows(g, ndim) for g, ndim in pairs]),
+            d_before, d_weights, d_read = _backend(ctx.name).update_and_read_backward(
+                gradients,
                 Kept(rows(read, 2), rows(h_pre).to(wide.mapping.dtype), mixes),
                 None if given is None else _rows_of(given),
                 wide,
@@ -131,8 +137,13 @@ class UpdateAndRead(torch.autograd.Function):
         else:
             found = _shaped(d_before, StreamUpdate(streams, output, h_post, h_res))
         narrowed = [new.to(each.dtype) for new, each in zip(d_weights, weights, strict=True)]
-        d_reads = None if ctx.reads is None else d_pre.view(h_pre.shape).to(ctx.reads)
+        d_reads = None if ctx.reads is None else d_read.view(h_pre.shape).to(ctx.reads)
         return wanted(ctx, None, None, d_reads, *found, *narrowed)
+
+
+def _led(value: Tensor, streams: Tensor) -> Tensor:
+    """Rows with the leading dimensions of the streams."""
+    return value.view(*streams.shape[:-2], *value.shape[1:])
 
 
 def _backend(name: Backend) -> StreamBackend:
@@ -161,9 +172,15 @@ def _rows_of(update: StreamUpdate) -> StreamUpdate:
 
 def _shaped(flat: StreamUpdate, given: StreamUpdate) -> StreamUpdate:
     """Gradients of a write in the shapes and dtypes of what it took."""
-    pairs = zip(flat, given, strict=True)
+
+    def like(found: Tensor, one: Tensor) -> Tensor:
+        return found.view(one.shape).to(one.dtype)
+
     return StreamUpdate(
-        *[f if f is None or g is None else f.view(g.shape).to(g.dtype) for f, g in pairs]
+        like(flat.streams, given.streams),
+        like(flat.output, given.output),
+        like(flat.h_post, given.h_post),
+        None if flat.h_res is None or given.h_res is None else like(flat.h_res, given.h_res),
     )
 
 

@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from megatron_residuals.mechanisms.base import PublicLayout
     from megatron_residuals.mechanisms.streams.module import (
         ManifoldHyperConnection,
-        SinglePassHead,
-        StreamHead,
         StreamResidual,
     )
     from megatron_residuals.mechanisms.streams.probe import HcProbe, IdentityProbe, MhcProbe
-    from megatron_residuals.modules import StreamState
+    from megatron_residuals.modules import ResidualHead, StreamState
 
 
 class Streams(Mechanism):
@@ -63,7 +61,7 @@ class Streams(Mechanism):
 
         return StreamState.unpack(payload, config.streams)
 
-    def build_head(self, config: ResidualConfig, place: Place) -> StreamHead:
+    def build_head(self, config: ResidualConfig, place: Place) -> ResidualHead[StreamState]:
         """The contraction."""
         from megatron_residuals.mechanisms.streams.module import StreamHead
 
@@ -162,8 +160,8 @@ class ManifoldHyperConnections(GatedStreams):
     """mHC (arXiv 2512.24880) in two conventions, and with two other ways to mix."""
 
     summary = "the same, mixing constrained to doubly stochastic matrices"
-    options = MhcOptions
-    libraries = ("liger",)
+    options: type = MhcOptions
+    libraries: tuple[str, ...] = ("liger",)
     kernels = "all, up to four streams; coefficients of more, or of permutations, are PyTorch's"
     metrics = (*MIXING, *STREAMS, *GATES, *OF_MHC)
 
@@ -256,7 +254,8 @@ class IdentityHyperConnections(GatedStreams):
 
     def coefficients(self, config: ResidualConfig) -> int:
         """Gates alone."""
-        return 2 * config.streams
+        n: int = config.streams
+        return 2 * n
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
         """Gates."""
@@ -318,7 +317,7 @@ class SinglePassHyperConnections(ManifoldHyperConnections):
 
         return self._sublayer(module.SinglePassHyperConnection, config, place, place.sublayer + 1)
 
-    def build_head(self, config: ResidualConfig, place: Place) -> SinglePassHead:
+    def build_head(self, config: ResidualConfig, place: Place) -> ResidualHead[StreamState]:
         """The last sublayer's weights."""
         from megatron_residuals.mechanisms.streams.module import SinglePassHead
 

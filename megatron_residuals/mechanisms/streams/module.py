@@ -156,7 +156,7 @@ class ManifoldHyperConnection(StreamResidual):
     the options come to.
     """
 
-    libraries = ("liger",)
+    libraries: tuple[str, ...] = ("liger",)
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ class HcProbe(StreamProbe):
 class MhcProbe(StreamProbe):
     """Sigmoid gates."""
 
-    gates = ("alpha_pre", "alpha_post", "alpha_res")
+    gates: tuple[str, ...] = ("alpha_pre", "alpha_post", "alpha_res")
     sigmoids = True
 
     def gate_values(self, module: Any) -> Tensor | None:

@@ -33,6 +33,7 @@ from torch import Tensor
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.interchange.names import head_key, shape_faults, sublayer_key
 from megatron_residuals.mechanisms.base import Setting
+from megatron_residuals.mechanisms.streams import GatedStreams
 from megatron_residuals.pipeline.layout import gpt_place, gpt_sublayers
 from megatron_residuals.text import raise_faults
 
@@ -180,6 +181,7 @@ class StreamNames:
         self, config: ResidualConfig, num_layers: int, hidden_size: int
     ) -> dict[str, tuple[int, ...]]:
         n, width = config.streams, config.streams * hidden_size
+        assert isinstance(config.entry, GatedStreams), "checked by its name"
         columns = config.entry.coefficients(config)
         shapes = {"fn": (columns, width), "base": (columns,), "scale": (len(self.alphas),)}
         wanted = {

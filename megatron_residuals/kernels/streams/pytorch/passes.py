@@ -78,7 +78,7 @@ def write_streams(update: StreamUpdate) -> Tensor:
 
 
 def _part(update: StreamUpdate, chunk: slice) -> StreamUpdate:
-    return StreamUpdate(*[None if each is None else each[chunk] for each in update])
+    return update.each(lambda tensor: tensor[chunk])
 
 
 def _write_chunk(update: StreamUpdate, result: Tensor, scratch: Scratch) -> Tensor:
@@ -109,9 +109,7 @@ class _WriteBackward:
 
     def __init__(self, update: StreamUpdate, scratch: Scratch) -> None:
         self._update, self._scratch = update, scratch
-        self.gradients = StreamUpdate(
-            *[None if each is None else torch.empty_like(each) for each in update]
-        )
+        self.gradients = update.each(torch.empty_like)
 
     def add(self, chunk: slice, gradient: Tensor) -> None:
         """The gradient of the streams behind the write, for some tokens; all chunks once."""

@@ -81,9 +81,9 @@ def _coefficients(
     mixes: Tensor, weights: MhcWeights, num_streams: int, options: MhcOptions
 ) -> StreamCoefficients:
     h_pre = gate(mixes, weights, num_streams, options)
-    rest = tokens_first(*update_coefficients(mixes, weights, num_streams, options))
-    found = (h_pre.t(), *rest)
-    return StreamCoefficients(*[None if each is None else each.contiguous() for each in found])
+    h_post, h_res = tokens_first(*update_coefficients(mixes, weights, num_streams, options))
+    mixing = None if h_res is None else h_res.contiguous()
+    return StreamCoefficients(h_pre.t().contiguous(), h_post.contiguous(), mixing)
 
 
 def update_and_read_backward(
