@@ -40,7 +40,7 @@ class Streams(Mechanism):
     """A state of n streams [..., n, d], opened in the stage of the first layer."""
 
     summary = "a weighted sum of n streams, mixed by small matrices"
-    options = StreamOptions
+    options: type = StreamOptions
     recompute = ("mix", "group")
 
     def rows(self, config: ResidualConfig) -> int:
