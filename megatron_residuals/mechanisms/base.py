@@ -58,31 +58,27 @@ class Reading(NamedTuple):
 
 
 class PublicLayout(Protocol):
-    """Parameters under the names of released models: a module or an object with these.
-
-    Attributes:
-        NAME: of the layout.
-        MODEL_TYPES: of the models, as their configurations say.
-        SAID: settings that the names alone say.
-        SETTINGS: words of a released configuration: our name, and how many of ours one of theirs
-            is.
-        FIXED: words of a released configuration that have one value here.
-    """
+    """Parameters under the names of released models: a module or an object with these."""
 
     @property
-    def NAME(self) -> str: ...
+    def NAME(self) -> str:
+        """Of the layout."""
 
     @property
-    def MODEL_TYPES(self) -> tuple[str, ...]: ...
+    def MODEL_TYPES(self) -> tuple[str, ...]:
+        """Of the models, as their configurations say."""
 
     @property
-    def SAID(self) -> Mapping[str, Setting]: ...
+    def SAID(self) -> Mapping[str, Setting]:
+        """Settings that the names alone say."""
 
     @property
-    def SETTINGS(self) -> Mapping[str, tuple[str, int | float]]: ...
+    def SETTINGS(self) -> Mapping[str, tuple[str, int | float]]:
+        """Words of a released configuration: our name, and how many of ours one of theirs is."""
 
     @property
-    def FIXED(self) -> Mapping[str, float]: ...
+    def FIXED(self) -> Mapping[str, float]:
+        """Words of a released configuration that have one value here."""
 
     @property
     def matches(self) -> Callable[[str], bool]:
