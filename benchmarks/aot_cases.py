@@ -98,22 +98,32 @@ def recording(label: str, found: list[AotCase]) -> Iterator[None]:
 
 
 def boundary_cases(
-    n: int, d: int, dtype: torch.dtype, convention: str = "paper", *, updates: bool = True
+    n: int,
+    d: int,
+    dtype: torch.dtype,
+    convention: str = "paper",
+    *,
+    updates: bool = True,
+    reads: bool = False,
 ) -> list[AotCase]:
-    """Every launch of one boundary of mHC, forward and backward."""
+    """Every launch of one boundary of mHC, or of iHC or Single-Pass mHC, forward and backward."""
     found: list[AotCase] = []
-    columns, small = 2 * n + n * n, torch.zeros(TOKENS, n)
-    planes, row = torch.zeros(TOKENS, n, d, dtype=dtype), torch.zeros(TOKENS, d, dtype=dtype)
-    matrices = torch.zeros(TOKENS, n, n)
-    weights = MhcWeights(torch.zeros(columns, n * d), torch.zeros(columns), torch.zeros(3))
     options = MhcOptions(convention, 20, EPS)
+    sizes, small = options.sizes(n), torch.zeros(TOKENS, n)
+    columns = sum(sizes)
+    planes, row = torch.zeros(TOKENS, n, d, dtype=dtype), torch.zeros(TOKENS, d, dtype=dtype)
+    matrices = torch.zeros(TOKENS, n, n) if options.mixes else None
+    alpha = torch.zeros(len(sizes))
+    weights = MhcWeights(torch.zeros(columns, n * d), torch.zeros(columns), alpha)
     update = StreamUpdate(planes, row, small, matrices) if updates else None
-    label = f"{'' if updates else 'first '}n={n} d={d} {str(dtype).removeprefix('torch.')}"
+    kind = f"{'single-pass ' * reads}{'' if updates else 'first '}"
+    label = f"{kind}n={n} d={d} {str(dtype).removeprefix('torch.')}"
     with recording(f"{label} {convention}", found):
-        _, mixes = boundary.update_and_read(update or planes, weights, options)
+        given = small if reads else None
+        _, mixes = boundary.update_and_read(update or planes, weights, options, given)
         gradients = StreamRead(planes, row, small, small, matrices)
         kept = Kept(planes, small, mixes)
-        boundary.update_and_read_backward(gradients, kept, update, weights, options)
+        boundary.update_and_read_backward(gradients, kept, update, weights, options, reads=reads)
     return found
 
 
@@ -136,7 +146,7 @@ def reads_cases(d: int, dtype: torch.dtype) -> list[AotCase]:
 
 
 def cases() -> list[AotCase]:
-    """The sizes that are trained, both conventions, every dtype, fused and not; each once."""
+    """The sizes that are trained, every convention and dtype, fused and not; each once."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     found = boundary_cases(4, 7168, bf16)
     found += boundary_cases(4, 7168, bf16, "dsv4", updates=False)
@@ -145,6 +155,8 @@ def cases() -> list[AotCase]:
     for n in (1, 2, 3, 8, 16):
         found += boundary_cases(n, 4096, bf16)
     found += boundary_cases(2, 4096, bf16, updates=False)
+    found += boundary_cases(4, 7168, bf16, "identity")
+    found += boundary_cases(4, 7168, bf16, "dsv4", reads=True)
     for d in (7168, 2880):
         for dtype in (bf16, fp32):
             found += reads_cases(d, dtype)

@@ -27,9 +27,11 @@ __all__ = [
     "block_attnres",
     "from_flags",
     "hc",
+    "ihc",
     "mhc",
     "residual",
     "residual_spec",
+    "single_pass_mhc",
 ]
 
 
@@ -77,6 +79,8 @@ def _named(mechanism: str | None) -> DeferredSpec:
 residual = _named("residual")
 hc = _named("hc")
 mhc = _named("mhc")
+ihc = _named("ihc")
+single_pass_mhc = _named("single_pass_mhc")
 attnres = _named("attnres")
 block_attnres = _named("block_attnres")
 from_flags = _named(None)

@@ -29,13 +29,17 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "hc_norm": st.sampled_from(["layernorm", "rmsnorm"]),
     "mhc_convention": st.sampled_from(["paper", "dsv4"]),
     "mhc_sinkhorn_iterations": counts,
+    "mhc_mixing": st.just("sinkhorn"),
     "mhc_eps": st.none() | positive,
     "mhc_alpha_init": st.floats(allow_nan=False, allow_infinity=False),
     "mhc_init": st.sampled_from(["a6", "symmetric"]),
     "contraction": st.sampled_from(["auto", "mean", "sum", "learned"]),
     "block_layers": st.none() | counts,
     "block_sublayers": st.none() | counts,
+    "ihc_gate_eps": positive,
     "attnres_eps": positive,
+    "attnres_heads": counts,
+    "attnres_additive": st.booleans(),
     "transport": st.sampled_from(["full", "delta"]),
     "recompute": st.sampled_from([*RECOMPUTE, "group:3", "group:auto"]),
     "kernels": st.sampled_from(["auto", "torch", "triton", "fla", "liger"]),
@@ -60,6 +64,8 @@ def configs(draw: st.DrawFn) -> ResidualConfig:
         options.pop("block_sublayers", None)
     if options.get("two_phase") == "on" and options.get("kernels") in ("fla", "liger"):
         del options["kernels"]
+    if options.get("attnres_additive") or options.get("attnres_heads", 1) != 1:
+        options = {n: v for n, v in options.items() if n not in ("two_phase", "kernels")}
     policy = str(options.get("recompute", "none")).partition(":")[0]
     if mechanism not in RECOMPUTE[policy]:
         del options["recompute"]
@@ -95,7 +101,7 @@ def test_the_text_form_reads_back_as_the_same_configuration(config: ResidualConf
         ("residual()", ResidualConfig()),
         ("mhc(streams=2)", ResidualConfig("mhc", streams=2)),
         (
-            "mhc(contraction='sum', mhc_convention='dsv4', mhc_eps=1e-08)",
+            "mhc(contraction='sum', mhc_eps=1e-08, mhc_convention='dsv4')",
             ResidualConfig("mhc", contraction="sum", mhc_eps=1e-8, mhc_convention="dsv4"),
         ),
         ("block_attnres(block_layers=4)", ResidualConfig("block_attnres", block_layers=4)),
@@ -178,7 +184,7 @@ def test_all_faults_come_in_one_message() -> None:
         transport="slow",
     )
     expected = (
-        "streams is 2, but 'block_attnres' does not read it (only hc, mhc)",
+        "streams is 2, but 'block_attnres' does not read it (only hc, mhc, ihc, single_pass_mhc)",
         "hc_norm is 'batchnorm'; allowed: layernorm, rmsnorm",
         "block_sublayers is 0; give an integer of at least 1",
         "attnres_eps is -1.0",
@@ -241,13 +247,17 @@ OTHER = {
     "hc_norm": "rmsnorm",
     "mhc_convention": "dsv4",
     "mhc_sinkhorn_iterations": 5,
+    "mhc_mixing": "kronecker",
     "mhc_eps": 1e-3,
     "mhc_alpha_init": 0.5,
     "mhc_init": "symmetric",
     "contraction": "sum",
     "block_layers": 3,
     "block_sublayers": 3,
+    "ihc_gate_eps": 1e-3,
     "attnres_eps": 1e-3,
+    "attnres_heads": 2,
+    "attnres_additive": True,
     "transport": "full",
     "kernels": "torch",
     "two_phase": "off",
@@ -256,10 +266,11 @@ OTHER = {
     "log_interval": 10,
     "log_image_interval": 100,
 }
+STREAMS, GATED = {"hc", "mhc", "ihc"}, {"mhc", "ihc", "single_pass_mhc"}
 READERS = {
-    "streams": {"hc", "mhc"},
-    "contraction": {"hc", "mhc"},
-    "attnres_eps": {"attnres", "block_attnres"},
+    "streams": STREAMS | {"single_pass_mhc"},
+    "contraction": STREAMS,
+    **{f"attnres_{name}": {"attnres", "block_attnres"} for name in ("eps", "heads", "additive")},
     "block_layers": {"block_attnres"},
     "block_sublayers": {"block_attnres"},
     "transport": set(MECHANISMS),
@@ -269,7 +280,9 @@ READERS = {
     "connect_early": set(MECHANISMS),
     "log_interval": set(MECHANISMS),
     "log_image_interval": set(MECHANISMS),
-    **{name: {name.split("_")[0]} for name in OTHER if name.startswith(("hc_", "mhc_"))},
+    **{name: {name.split("_")[0]} for name in OTHER if name.startswith(("hc_", "mhc_", "ihc_"))},
+    **{f"mhc_{name}": GATED - {"ihc"} for name in ("convention", "sinkhorn_iterations", "mixing")},
+    **{f"mhc_{name}": GATED for name in ("eps", "alpha_init", "init")},
 }
 
 
@@ -308,6 +321,7 @@ def test_an_option_is_taken_by_those_who_read_it_and_refused_by_the_rest(
         ("mhc", "mhc_alpha_init", math.inf),
         ("mhc", "mhc_alpha_init", [0.1]),
         ("mhc", "mhc_init", "A6"),
+        ("mhc", "mhc_mixing", "birkhoff"),
         ("mhc", "mhc_convention", None),
         ("mhc", "contraction", ["mean"]),
         ("hc", "hc_dynamic", 1),
@@ -319,6 +333,7 @@ def test_an_option_is_taken_by_those_who_read_it_and_refused_by_the_rest(
         ("residual", "log_image_interval", 0.5),
         ("attnres", "attnres_eps", -1e-6),
         ("attnres", "attnres_eps", None),
+        ("attnres", "attnres_heads", 0),
         ("block_attnres", "block_layers", 0),
         ("block_attnres", "block_sublayers", 1.5),
     ],
@@ -338,6 +353,7 @@ def test_a_value_that_cannot_work_is_one_fault_that_names_it(
         (ResidualConfig("mhc", mhc_convention="dsv4"), "learned", 1e-6),
         (ResidualConfig("mhc", mhc_convention="dsv4", contraction="sum", mhc_eps=0.5), "sum", 0.5),
         (ResidualConfig("hc", contraction="learned"), "learned", None),
+        (ResidualConfig("ihc"), "learned", 1e-5),
     ],
     ids=str,
 )
@@ -353,7 +369,12 @@ def test_the_families_of_mechanisms() -> None:
     families = {name: ResidualConfig(name) for name in MECHANISMS}
     with_sources = [name for name in families if families[name].depth_map(4) is not None]
     assert with_sources == ["attnres", "block_attnres"]
-    assert [name for name in families if families[name].rows == 4] == ["hc", "mhc"]
+    assert [name for name in families if families[name].rows == 4] == [
+        "hc",
+        "mhc",
+        "ihc",
+        "single_pass_mhc",
+    ]
 
 
 def test_option_types_are_scalars_that_a_command_line_can_read() -> None:

@@ -52,7 +52,7 @@ def test_the_help_of_the_runner_lists_every_flag(capsys: pytest.CaptureFixture[s
     assert "among ARGS" in printed and "--cpu-host" in printed
     flags = {MECHANISM_FLAG, *(flag_of(option.name) for option in options_for())}
     assert flags <= set(re.findall(r"--[\w-]+", printed))
-    assert "[hc, mhc; default: 4]" in " ".join(printed.split())
+    assert "[hc, mhc, ihc, single_pass_mhc; default: 4]" in " ".join(printed.split())
 
 
 def test_flags_make_the_configuration() -> None:

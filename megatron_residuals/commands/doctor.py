@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_residuals._version import __version__
+from megatron_residuals.mechanisms import TABLE
 from megatron_residuals.text import reason
 from megatron_residuals.versions import (
     NEWER_TORCH,
@@ -48,6 +49,7 @@ class Findings:
     megatron_training: bool = False
     native_residual_options: list[str] = dataclasses.field(default_factory=list)
     gpus: list[str] = dataclasses.field(default_factory=list)
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
     seams: list[dict[str, str]] = dataclasses.field(default_factory=list)
     symbols: list[dict[str, str]] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -82,6 +84,7 @@ def examine() -> Findings:
     """Look at everything; what cannot be looked at becomes a problem, not an exception."""
     findings = Findings()
     findings.versions = {"python": platform.python_version(), "megatron-residuals": __version__}
+    findings.kernels = {entry.name: entry.kernels or "none: plain PyTorch" for entry in TABLE}
     for package in OLDEST:
         findings.versions.setdefault(package, installed_version(package))
     torch = _import("torch", findings, INSTALL_TORCH)
@@ -235,6 +238,8 @@ def describe(findings: Findings) -> str:
             f"  {'own residuals':<20}{', '.join(findings.native_residual_options) or 'none'}",
         ]
     lines += [f"  {'GPUs':<20}{', '.join(findings.gpus) or 'none visible'}"]
+    lines += ["on GPUs Triton computes, with --residual-kernels auto"]
+    lines += [f"  {name:<20}{text}" for name, text in findings.kernels.items()]
     lines += ["seams, as they would be in a run"]
     lines += [f"  {seam['state']:<10}{seam['path']}: {seam['purpose']}" for seam in findings.seams]
     lines += [] if findings.seams else ["  not examined"]

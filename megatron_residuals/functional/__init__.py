@@ -9,7 +9,9 @@ float32 whatever the dtype of the activations.
 from megatron_residuals.functional.depth_attention import (
     ClosedRead,
     depth_weights,
+    head_weights,
     merge_running,
+    read_by_heads,
     read_closed,
     read_sources,
 )
@@ -41,9 +43,11 @@ __all__ = [
     "depth_weights",
     "expand_streams",
     "hc_coefficients",
+    "head_weights",
     "merge_running",
     "mhc_coefficients",
     "mhc_head_weights",
+    "read_by_heads",
     "read_closed",
     "read_sources",
     "read_streams",

@@ -10,6 +10,7 @@ over all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -130,3 +131,46 @@ def merge_running(
     weight = torch.sigmoid(score_sources([partial], direction, eps=eps).logits[0] - read.lse)
     x = mix_sources([read.values, partial], torch.stack([1 - weight, weight]))
     return x, partial
+
+
+def head_weights(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float, heads: int
+) -> Tensor:
+    """alpha^(h) = softmax_j( query_h . RMSNorm(source_j; key_gain)_h ).    -> [m, ..., heads]
+
+    Keys are normalised over all of d and then cut into H slices, each with a softmax of its own
+    (Multi-Head Attention Residuals, arXiv 2607.27230, eq. 3): one head is ``depth_weights``.
+    """
+    direction = direction_of(query, key_gain, sources[0]).view(heads, -1)
+    logits = []
+    for source in sources:
+        keys = _by_heads(source.to(direction.dtype), heads)
+        rstd = torch.rsqrt(keys.square().mean((-2, -1)) + eps)
+        logits.append((keys * direction).sum(-1) * rstd.unsqueeze(-1))
+    return torch.softmax(torch.stack(logits), dim=0)
+
+
+def read_by_heads(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_gain: Tensor,
+    *,
+    eps: float,
+    heads: int = 1,
+    additive: bool = False,
+) -> Tensor:
+    """``read_sources`` with weights of their own for each of H slices of d.    -> [..., d]
+
+    ``additive`` adds what is read to the stream of a plain model, which is the sum of all sources
+    (Delta Attention Residuals, arXiv 2605.18855): x^(h) = sum_j (1 + alpha^(h)_j) source^(h)_j.
+    """
+    wide = [source.to(wide_dtype(source)) for source in sources]  # once: one rounding of gradients
+    weights = head_weights(wide, query, key_gain, eps=eps, heads=heads) + additive
+    pairs = zip(weights.unsqueeze(-1), wide, strict=True)
+    parts = (weight * _by_heads(source, heads) for weight, source in pairs)
+    mixed: Tensor = functools.reduce(torch.add, parts).flatten(-2)
+    return mixed.to(sources[0].dtype)
+
+
+def _by_heads(tensor: Tensor, heads: int) -> Tensor:
+    return tensor.view(*tensor.shape[:-1], heads, -1)

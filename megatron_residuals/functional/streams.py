@@ -2,18 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyper-Connections: n parallel residual streams, read, written and mixed by small matrices.
 
-Shapes: streams [..., n, d]; h_pre and h_post [..., n]; h_res [..., n, n], indexed [new, old].
+Shapes: streams [..., n, d]; h_pre and h_post [..., n]; h_res [..., n, n], indexed [new, old], or
+None where it is the identity: the streams are not mixed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_residuals import mixing
+from megatron_residuals.functional.permutations import mix_permutations
 from megatron_residuals.functional.precision import wide, without_autocast
 from megatron_residuals.functional.sinkhorn import sinkhorn_dsv4, sinkhorn_paper
+
+CONVENTIONS = ("paper", "dsv4", "identity", "permutations", "kronecker")
 
 
 class StreamCoefficients(NamedTuple):
@@ -21,7 +27,7 @@ class StreamCoefficients(NamedTuple):
 
     h_pre: Tensor
     h_post: Tensor
-    h_res: Tensor
+    h_res: Tensor | None = None
 
 
 class StreamUpdate(NamedTuple):
@@ -36,7 +42,13 @@ class StreamUpdate(NamedTuple):
     streams: Tensor
     output: Tensor
     h_post: Tensor
-    h_res: Tensor
+    h_res: Tensor | None = None
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> StreamUpdate:
+        """A function of every tensor there is."""
+        streams, output, h_post, h_res = self
+        parts = function(streams), function(output), function(h_post)
+        return StreamUpdate(*parts, None if h_res is None else function(h_res))
 
 
 class StreamRead(NamedTuple):
@@ -46,16 +58,16 @@ class StreamRead(NamedTuple):
     x: Tensor
     h_pre: Tensor
     h_post: Tensor
-    h_res: Tensor
+    h_res: Tensor | None = None
 
 
 class MhcWeights(NamedTuple):
-    """What mHC learns for one sublayer, ordered pre, post, res (row-major).
+    """What mHC learns for one sublayer, ordered pre, post, res (row-major), K coefficients in all.
 
     Attributes:
-        mapping: [2n + n^2, n d].
-        bias: [2n + n^2].
-        alpha: [3].
+        mapping: [K, n d], where K is 2n + n^2 or what ``MhcOptions.sizes`` come to.
+        bias: [K].
+        alpha: [3], or [2].
     """
 
     mapping: Tensor
@@ -69,14 +81,17 @@ class MhcOptions(NamedTuple):
     Attributes:
         convention: ``paper``: h_res[new, old] as projected. ``dsv4`` (DeepSeek-V4): the projected
             matrix is comb[old, new], transposed to h_res; eps is added to h_pre and in the Sinkhorn
-            steps.
+            steps. ``identity`` (Hy4): no matrix; eps is added to h_pre and h_post.
+            ``permutations`` and ``kronecker``: the matrices of ``megatron_residuals.mixing``.
         iterations: of Sinkhorn.
         eps: of the norm, and where the convention adds it.
+        gate_eps: what the convention adds, where that is another one.
     """
 
     convention: str
     iterations: int
     eps: float
+    gate_eps: float | None = None
 
     @property
     def is_dsv4(self) -> bool:
@@ -84,18 +99,40 @@ class MhcOptions(NamedTuple):
         return self.convention == "dsv4"
 
     @property
+    def mixes(self) -> bool:
+        """Whether streams are mixed by a matrix."""
+        return self.convention != "identity"
+
+    def factors(self, num_streams: int) -> tuple[int, ...]:
+        """Sizes of the factors of a matrix that is a product of sums of permutations."""
+        return mixing.factors(self.convention, num_streams)
+
+    @property
     def step_eps(self) -> float:
-        """The eps of gates and divisions."""
-        return self.eps if self.is_dsv4 else 0.0
+        """The eps of h_pre and of divisions."""
+        if self.convention not in ("dsv4", "identity"):
+            return 0.0
+        return self.eps if self.gate_eps is None else self.gate_eps
+
+    @property
+    def post_eps(self) -> float:
+        """The eps of h_post."""
+        return 0.0 if self.mixes else self.step_eps
+
+    def sizes(self, num_streams: int) -> tuple[int, ...]:
+        """Coefficients for each alpha: of pre, of post, and of res where streams are mixed."""
+        n = num_streams
+        return (n, n, mixing.num_logits(self.convention, n)) if self.mixes else (n, n)
 
     def checked(self) -> MhcOptions:
         """Itself.
 
         Raises:
-            ValueError: the convention is neither paper nor dsv4.
+            ValueError: the convention is unknown.
         """
-        if self.convention not in ("paper", "dsv4"):
-            raise ValueError(f"convention is {self.convention!r}; allowed: paper, dsv4")
+        if self.convention not in CONVENTIONS:
+            allowed = ", ".join(CONVENTIONS)
+            raise ValueError(f"convention is {self.convention!r}; allowed: {allowed}")
         return self
 
 
@@ -131,7 +168,7 @@ def write_streams(update: StreamUpdate) -> Tensor:
     The result has the shape and dtype of the streams.
     """
     streams, output, h_post, h_res = update
-    mixed = _weighted("...ji,...id->...jd", h_res, streams)
+    mixed = wide(streams) if h_res is None else _weighted("...ji,...id->...jd", h_res, streams)
     written = h_post.unsqueeze(-1) * wide(output).unsqueeze(-2)
     return (mixed + written).to(streams.dtype)
 
@@ -159,17 +196,18 @@ def mhc_coefficients(
         rstd = 1 / sqrt(mean(vec(x)^2) + eps),  h = alpha rstd (mapping vec(x)) + bias
         h_pre = sigmoid(h), h_post = 2 sigmoid(h), h_res = Sinkhorn(h)
 
+    With ``identity`` the streams are not mixed (iHC: Hy4, and an ablation of mHC).
+
     Raises:
-        ValueError: the convention is neither paper nor dsv4.
+        ValueError: the convention is unknown.
     """
     logits = mhc_logits(streams, weights, options)
     return mhc_activations(logits, streams.shape[-2], options)
 
 
 def mhc_logits(streams: Tensor, weights: MhcWeights, options: MhcOptions) -> Tensor:
-    """h = alpha rstd (mapping vec(x)) + bias.    -> [..., 2n + n^2], as in ``mhc_coefficients``"""
-    num_streams = streams.shape[-2]
-    sizes = (num_streams, num_streams, num_streams * num_streams)
+    """h = alpha rstd (mapping vec(x)) + bias.    -> [..., K], as in ``mhc_coefficients``"""
+    sizes = options.sizes(streams.shape[-2])
     gates = torch.cat([gate.expand(size) for gate, size in zip(weights.alpha, sizes, strict=True)])
     return _normed_projection(streams, weights.mapping, options.eps) * gates + weights.bias
 
@@ -184,41 +222,63 @@ def mhc_activations(logits: Tensor, num_streams: int, options: MhcOptions) -> St
     """Gates and mixing matrix from their logits, the second half of ``mhc_coefficients``.
 
     Raises:
-        ValueError: the convention is neither paper nor dsv4.
+        ValueError: the convention is unknown.
     """
-    eps, iterations = options.checked().eps, options.iterations
-    pre, post, res = logits.split((num_streams, num_streams, num_streams**2), dim=-1)
-    h_pre, h_post = torch.sigmoid(pre), 2 * torch.sigmoid(post)
-    res = res.unflatten(-1, (num_streams, num_streams))
-    if options.is_dsv4:
-        comb = sinkhorn_dsv4(res, iterations=iterations, eps=eps)
-        return StreamCoefficients(h_pre + eps, h_post, comb.transpose(-1, -2))
-    return StreamCoefficients(h_pre, h_post, sinkhorn_paper(res, iterations=iterations))
+    pre, post, *res = logits.split(options.checked().sizes(num_streams), dim=-1)
+    return StreamCoefficients(
+        torch.sigmoid(pre) + options.step_eps,
+        2 * torch.sigmoid(post) + options.post_eps,
+        _mixing(res[0], num_streams, options) if res else None,
+    )
+
+
+def _mixing(logits: Tensor, num_streams: int, options: MhcOptions) -> Tensor:
+    if sizes := options.factors(num_streams):
+        return mix_permutations(logits, sizes)
+    logits = logits.unflatten(-1, (num_streams, num_streams))
+    if not options.is_dsv4:
+        return sinkhorn_paper(logits, iterations=options.iterations)
+    comb = sinkhorn_dsv4(logits, iterations=options.iterations, eps=options.step_eps)
+    return comb.transpose(-1, -2)
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None = None,
 ) -> StreamRead:
     """A write, then coefficients of mHC from what was written, and the read with them.
 
-    Given streams alone, there is nothing to be written, and they are read as they are.
+    Given streams alone, there is nothing to be written, and they are read as they are. With
+    ``reads`` [..., n], those weights read in place of h_pre, which is for the next sublayer
+    (Single-Pass mHC, DeepSeek-V4.1: X' = B_l X + C_l F(A_{l-1} X)).
 
     Raises:
-        ValueError: the convention is neither paper nor dsv4.
+        ValueError: the convention is unknown.
     """
     streams = write_streams(before) if isinstance(before, StreamUpdate) else before
     coefficients = mhc_coefficients(streams, weights, options)
-    return StreamRead(streams, read_streams(streams, coefficients.h_pre), *coefficients)
+    x = read_streams(streams, coefficients.h_pre if reads is None else reads)
+    return StreamRead(streams, x, *coefficients)
 
 
 def mhc_head_weights(
-    streams: Tensor, mapping: Tensor, bias: Tensor, scale: Tensor, *, eps: float
+    streams: Tensor,
+    mapping: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    eps: float,
+    gate_eps: float | None = None,
 ) -> Tensor:
     """w = sigmoid(scale rstd (mapping vec(x)) + bias) + eps: DeepSeek-V4's learned contraction.
 
-    mapping [n, n d], bias [n], scale [1]  ->  [..., n] in at least float32.
+    mapping [n, n d], bias [n], scale [1]  ->  [..., n] in at least float32. ``gate_eps`` is what is
+    added, where that is not the eps of the norm.
     """
-    return torch.sigmoid(scale * _normed_projection(streams, mapping, eps) + bias) + eps
+    added = eps if gate_eps is None else gate_eps
+    return torch.sigmoid(scale * _normed_projection(streams, mapping, eps) + bias) + added
 
 
 def hc_coefficients(
@@ -243,6 +303,7 @@ def hc_coefficients(
     """
     if norm not in ("layernorm", "rmsnorm"):
         raise ValueError(f"norm is {norm!r}; allowed: layernorm, rmsnorm")
+    assert static.h_res is not None, "HC mixes streams"
     lead = (*streams.shape[:-2], streams.shape[-2])
     if mapping is None or scale is None:
         return StreamCoefficients(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from megatron_residuals.config import ResidualConfig
 from megatron_residuals.files import json_object, read_text, written_beside
 from megatron_residuals.interchange import tensor_file
 from megatron_residuals.mechanisms import TABLE, mechanism_in_file
+from megatron_residuals.mechanisms.base import PublicLayout
 from megatron_residuals.pipeline.layout import gpt_sublayers
 from megatron_residuals.settings import (
     BLOCK_LENGTH,
@@ -30,13 +30,13 @@ from megatron_residuals.text import raise_faults
 LAYOUT, MODEL_TYPE = "layout", "model_type"
 
 
-def layouts() -> list[ModuleType]:
+def layouts() -> list[PublicLayout]:
     """The public layouts of the built-in mechanisms."""
     found = (entry.public_layout() for entry in TABLE)
     return list(dict.fromkeys(layout for layout in found if layout is not None))
 
 
-def layout_for(config: ResidualConfig) -> ModuleType:
+def layout_for(config: ResidualConfig) -> PublicLayout:
     """The public layout of a mechanism.
 
     Raises:
@@ -159,7 +159,7 @@ def taken_from_flags(path: Path, config: ResidualConfig, num_layers: int) -> lis
     ]
 
 
-def _said(path: Path, layout: ModuleType, num_layers: int) -> dict[str, Setting]:
+def _said(path: Path, layout: PublicLayout, num_layers: int) -> dict[str, Setting]:
     """What a file, or the configuration beside it, says about its model and its settings.
 
     Raises:
@@ -196,7 +196,7 @@ def _public_settings(path: Path) -> dict[str, object]:
 
 
 def _translated(
-    public: Mapping[str, object], layout: ModuleType, faults: list[str]
+    public: Mapping[str, object], layout: PublicLayout, faults: list[str]
 ) -> dict[str, Setting]:
     """A released configuration in our words, and what it says that we cannot."""
     said: dict[str, Setting] = {}
@@ -207,6 +207,11 @@ def _translated(
                 f"{MODEL_TYPE} is {public[MODEL_TYPE]!r}, where the same names may mean another "
                 f"model; known is {' and '.join(layout.MODEL_TYPES)}."
             )
+    faults.extend(
+        f"{word} is {public[word]!r}; here there is only {value}."
+        for word, value in layout.FIXED.items()
+        if word in public and public[word] != value
+    )
     told_by: dict[str, str] = {}
     for word, (name, factor) in layout.SETTINGS.items():
         if word not in public:

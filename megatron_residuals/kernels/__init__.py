@@ -23,7 +23,12 @@ from megatron_residuals.kernels.common.gradient_buffer import (
     buffered,
     depositing,
 )
-from megatron_residuals.kernels.depth_attention import merge_running, read_closed, read_sources
+from megatron_residuals.kernels.depth_attention import (
+    merge_running,
+    read_by_heads,
+    read_closed,
+    read_sources,
+)
 from megatron_residuals.kernels.streams import (
     hc_coefficients,
     mhc_coefficients,
@@ -41,6 +46,7 @@ __all__ = [
     "merge_running",
     "mhc_coefficients",
     "mhc_head_weights",
+    "read_by_heads",
     "read_closed",
     "read_sources",
     "read_streams",

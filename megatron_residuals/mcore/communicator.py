@@ -123,8 +123,8 @@ class ResidualP2PCommunicator(P2PCommunicator):
         if self.config.variable_seq_lengths:
             row_shape = None
         elif row_shape is None and first_payload is not None:
-            rows = route.plan.rows_out(route.rank)
-            row_shape = (first_payload.shape[0] // rows, *first_payload.shape[1:])
+            sequence = route.sequence_of(route.rank + 1, first_payload)
+            row_shape = (sequence, *first_payload.shape[1:])
         dtype = str(self.config.pipeline_dtype)
         payloads = Payloads(dtype, row_shape, self.config.batch_p2p_comm)
         route.agreement.renew(self.pp_group, route.step.walk, payloads)
@@ -146,8 +146,10 @@ class ResidualP2PCommunicator(P2PCommunicator):
             return self._exchange_late(step, lane, leaving, arriving)
         expected = None
         if arriving is not None:
-            rows = route.plan.rows_in(arriving.boundary)
-            buffer = self._empty((rows * tensor_shape[0], *tensor_shape[1:]))
+            length = route.payload_length(
+                arriving.boundary, tensor_shape, self.config.pipeline_dtype
+            )
+            buffer = self._empty((length, *tensor_shape[1:]))
             expected = Parcel(arriving, buffer)
             step.count(*expected)
         handles = lane.exchange(leaving, expected, batched=self.config.batch_p2p_comm)

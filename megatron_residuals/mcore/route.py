@@ -5,16 +5,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import create_group
+from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
+from megatron_residuals.modules.packing import slots_of
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.messages import Message
+from megatron_residuals.pipeline.payload import payload_length, sequence_of
 from megatron_residuals.pipeline.plan import Boundary, TransferPlan
 from megatron_residuals.transport.message_order import MessageOrder, ScheduleTable, Walk
 from megatron_residuals.transport.preflight import Agreement
@@ -92,6 +96,20 @@ class Route:
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived."""
         self.step.outbox.drain()
+
+    def payload_length(self, stage: int, row_shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Length of the payload into a stage, of rows [s, b, h]."""
+        sequence, *_, hidden = row_shape
+        return payload_length(*self._counts(stage), sequence, hidden, slots_of(dtype))
+
+    def sequence_of(self, stage: int, payload: Tensor) -> int | None:
+        """s of a payload into a stage; None if it cannot be what the plan announces."""
+        length, *_, hidden = payload.shape
+        return sequence_of(length, *self._counts(stage), hidden, slots_of(payload.dtype))
+
+    def _counts(self, stage: int) -> tuple[int, int]:
+        numbers = self.residual.entry.numbers(self.residual) if self.plan.receives(stage) else 0
+        return self.plan.rows_in(stage), numbers
 
     def next_micro_batch(self, stage: int) -> int:
         """Index, within the step, of the micro-batch that enters a stage.

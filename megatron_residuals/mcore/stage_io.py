@@ -59,14 +59,15 @@ class StageIO:
         Raises:
             RuntimeError: the payload cannot be the one that the plan announces.
         """
-        rows = self._plan.rows_in(self.stage)
-        if payload.shape[0] % rows:
+        sequence = self.route.sequence_of(self.stage, payload)
+        if sequence is None:
+            rows = self._plan.rows_in(self.stage)
             raise RuntimeError(
                 f"stage {self.stage} received {tuple(payload.shape)}, which is not {rows} rows of "
                 "[s, b, h]; the sender has another plan, or sent it through a communicator that is "
                 "not ResidualP2PCommunicator"
             )
-        return payload[: payload.shape[0] // rows]
+        return payload[:sequence]
 
     def enter(self, payload: Tensor, visit: Visit) -> ResidualState:
         """The state before the first layer of this stage (or of the next one that has any)."""

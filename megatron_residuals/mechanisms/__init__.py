@@ -29,12 +29,13 @@ from megatron_residuals.mechanisms.base import (
 from megatron_residuals.mechanisms.options import Option, option, options_of
 from megatron_residuals.mechanisms.plain import PLAIN
 from megatron_residuals.mechanisms.sources import ATTNRES, BLOCK_ATTNRES
-from megatron_residuals.mechanisms.streams import HC, MHC
+from megatron_residuals.mechanisms.streams import HC, IHC, MHC, SINGLE_PASS_MHC
 
 __all__ = [
     "ATTNRES",
     "BLOCK_ATTNRES",
     "HC",
+    "IHC",
     "LIBRARIES",
     "MHC",
     "Mechanism",
@@ -43,6 +44,7 @@ __all__ = [
     "PLAIN",
     "Place",
     "Reading",
+    "SINGLE_PASS_MHC",
     "Setting",
     "TABLE",
     "mechanism_in_file",
@@ -51,7 +53,7 @@ __all__ = [
     "options_of",
 ]
 
-TABLE: tuple[Mechanism, ...] = (PLAIN, HC, MHC, ATTNRES, BLOCK_ATTNRES)
+TABLE: tuple[Mechanism, ...] = (PLAIN, HC, MHC, IHC, SINGLE_PASS_MHC, ATTNRES, BLOCK_ATTNRES)
 
 
 @functools.cache

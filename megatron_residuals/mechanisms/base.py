@@ -7,9 +7,9 @@ Standard library only; what needs PyTorch is imported by the methods that build 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.diagnostics.metric import Metric
@@ -17,8 +17,6 @@ from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.traffic import Planes, plain
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
     from torch import Tensor
 
@@ -59,6 +57,46 @@ class Reading(NamedTuple):
     depth: DepthMap | None
 
 
+class PublicLayout(Protocol):
+    """Parameters under the names of released models: a module or an object with these."""
+
+    @property
+    def NAME(self) -> str:
+        """Of the layout."""
+
+    @property
+    def MODEL_TYPES(self) -> tuple[str, ...]:
+        """Of the models, as their configurations say."""
+
+    @property
+    def SAID(self) -> Mapping[str, Setting]:
+        """Settings that the names alone say."""
+
+    @property
+    def SETTINGS(self) -> Mapping[str, tuple[str, int | float]]:
+        """Words of a released configuration: our name, and how many of ours one of theirs is."""
+
+    @property
+    def FIXED(self) -> Mapping[str, float]:
+        """Words of a released configuration that have one value here."""
+
+    @property
+    def matches(self) -> Callable[[str], bool]:
+        """Whether a name in a file is one of the parameters here."""
+
+    @property
+    def public_config(self) -> Callable[[ResidualConfig, int], dict[str, Setting]]:
+        """The options under the names of a released configuration, for a number of layers."""
+
+    @property
+    def export_parameters(self) -> Callable[..., dict[str, Tensor]]:
+        """(parameters, config, num_layers) -> tensors under public names."""
+
+    @property
+    def import_parameters(self) -> Callable[..., dict[str, Tensor]]:
+        """(tensors, config, num_layers, hidden_size) -> parameters."""
+
+
 @dataclass(frozen=True)
 class NoOptions:
     """The options of a mechanism that has none."""
@@ -80,6 +118,7 @@ class Mechanism:
             ``none``.
         weights: mechanisms that name the same here load each other's checkpoints.
         libraries: external libraries that have kernels for it.
+        kernels: what of it Triton computes, in words; none where all of it is plain PyTorch.
         prefix: in front of the names of its metrics.
         is_stock: whether it is the host's own residual connection, whose checkpoints hold nothing
             of it.
@@ -89,6 +128,7 @@ class Mechanism:
     options: type = NoOptions
     recompute: tuple[str, ...] = ("mix",)
     libraries: tuple[str, ...] = ()
+    kernels: str = ""
     is_stock: bool = False
 
     def __init__(self, name: str) -> None:
@@ -128,6 +168,10 @@ class Mechanism:
     def rows(self, config: ResidualConfig) -> int:
         """Rows [s, b, h] of the state between two sublayers, where it has no depth sources."""
         return 1
+
+    def numbers(self, config: ResidualConfig) -> int:
+        """float32 (or wider) numbers of every token that ``pack`` puts behind the rows."""
+        return 0
 
     def depth_map(
         self, config: ResidualConfig, num_layers: int, sublayers_per_layer: int
@@ -195,8 +239,8 @@ class Mechanism:
 
     # outside a run
 
-    def public_layout(self) -> ModuleType | None:
-        """The module of its names in released models, as ``streams.deepseek_v4``; None for none."""
+    def public_layout(self) -> PublicLayout | None:
+        """Its names in released models, as ``streams.public`` has them; None for none."""
         return None
 
     # settings

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_residuals.functional import ClosedRead, StreamUpdate
 from megatron_residuals.kernels import GradientBuffer, buffered, depositing, write_streams
+from megatron_residuals.modules.packing import Packed, Unpacked
 
 
 class PlainState(NamedTuple):
@@ -37,22 +38,34 @@ class StreamState(NamedTuple):
 
     With an ``update``, those in front of the last sublayer, whose write is still to be done; the
     next read does it on its way, with ``kernels``. Whoever wants the streams alone settles first.
+    ``reads`` [..., n], float32 or wider, are the weights of the next read, where the sublayer in
+    front of it has predicted them.
     """
 
     streams: Tensor
     update: StreamUpdate | None = None
     kernels: str = "auto"
+    reads: Tensor | None = None
 
     def settled(self) -> StreamState:
         """The state with nothing left to be done."""
         if self.update is None:
             return self
-        return StreamState(write_streams(self.update, backend=self.kernels))
+        return StreamState(write_streams(self.update, backend=self.kernels), reads=self.reads)
 
     def pack(self) -> Tensor:
-        """The memory of the streams seen as rows."""
+        """The memory of the streams seen as rows; of a copy, with ``reads`` behind them."""
         streams = self.settled().streams
+        if self.reads is not None:
+            payload: Tensor = Packed.apply(streams, self.reads)
+            return payload
         return streams.view(-1, *streams.shape[1:-2], streams.shape[-1])
+
+    @classmethod
+    def unpack_with_reads(cls, payload: Tensor, rows: int) -> StreamState:
+        """Inverse of ``pack`` where the state has ``reads``."""
+        streams, reads = Unpacked.apply(payload, rows, rows)
+        return cls(streams, reads=reads)
 
     @classmethod
     def unpack(cls, payload: Tensor, rows: int) -> StreamState:
@@ -130,7 +143,10 @@ class RowState(Protocol):
         """The state with nothing left to be done."""
 
     def pack(self) -> Tensor:
-        """The state [s, b, …] as one tensor [rows * s, b, d], on the wire and in checkpoints."""
+        """The state [s, b, …] as one tensor [rows * s, b, d], on the wire and in checkpoints.
+
+        With numbers of every token (``Mechanism.numbers``) it is longer by a tail.
+        """
 
     @classmethod
     def unpack(cls, payload: Tensor, rows: int) -> RowState:

@@ -14,6 +14,8 @@ n streams; a part of a block on one stage whose S sublayers read m finished sour
     streams, first read             2n + 1                   4n + 2
              write and next read    3n + 2                   5n + 4
              last write             2n + 1                   3n + 2
+    in a single pass, first read    n + 1                    4n + 2
+             write and next read    2n + 2                   5n + 4
     sources, single read            m + 2                    5m + 6
              write                  3                        -
              phase 1                2m + S                   6m + 2S
@@ -63,13 +65,17 @@ def plain(num_sublayers: int) -> Planes:
     return NOTHING.plus(PLAIN, num_sublayers)
 
 
-def streams(num_streams: int, num_sublayers: int) -> Planes:
-    """The sublayers of a stage on n streams, the write of the last one included."""
+def streams(num_streams: int, num_sublayers: int, *, single_pass: bool = False) -> Planes:
+    """The sublayers of a stage on n streams, the write of the last one included.
+
+    ``single_pass``: reads that need no coefficients of the streams they read.
+    """
     if num_sublayers == 0:
         return NOTHING
     n = num_streams
-    ends = Planes(2 * n + 1, 4 * n + 2).plus(Planes(2 * n + 1, 3 * n + 2))
-    return ends.plus(Planes(3 * n + 2, 5 * n + 4), num_sublayers - 1)
+    again = 0 if single_pass else n  # streams gone over once more in front of a sublayer
+    ends = Planes(n + 1 + again, 4 * n + 2).plus(Planes(2 * n + 1, 3 * n + 2))
+    return ends.plus(Planes(2 * n + 2 + again, 5 * n + 4), num_sublayers - 1)
 
 
 def contraction(num_streams: int) -> Planes:

@@ -26,6 +26,8 @@ from megatron_residuals.modules import (
     build_sublayer_residual,
     open_state,
 )
+from megatron_residuals.modules.packing import slots_of
+from megatron_residuals.pipeline.payload import payload_length
 from megatron_residuals.recompute.steps import MixStep, Step, plain_step
 from megatron_residuals.settings import settings_of
 
@@ -211,11 +213,12 @@ def check_state(config: ResidualConfig) -> Outcome:
 
 
 def _survives(config: ResidualConfig, state: RowState, rows: int) -> None:
-    payload = state.pack()
-    if payload.shape != (rows * TOKENS, BATCH, HIDDEN):
+    payload, numbers = state.pack(), config.entry.numbers(config)
+    length = payload_length(rows, numbers, TOKENS, HIDDEN, slots_of(payload.dtype))
+    if payload.shape != (length, BATCH, HIDDEN):
         raise AssertionError(
-            f"pack() gives {list(payload.shape)}; rows() says {rows}, which is "
-            f"[{rows * TOKENS}, {BATCH}, {HIDDEN}]"
+            f"pack() gives {list(payload.shape)}; rows() says {rows} and numbers() {numbers}, "
+            f"which is [{length}, {BATCH}, {HIDDEN}]"
         )
     again = config.entry.unpack(config, payload.clone())
     if not torch.equal(again.pack(), payload):

@@ -68,3 +68,12 @@ def test_the_mechanisms_run_without_megatron_and_show_what_they_do(
     assert len(losses) == 4 and losses[1] < 0.2 * losses[0] and losses[3] < 0.2 * losses[2]
     weights = [float(number) for number in text.strip().splitlines()[-1].strip("[]").split()]
     assert sum(weights) == pytest.approx(1.0, abs=5e-3)
+
+
+def test_mechanisms_are_compared_from_one_first_loss(
+    run: Callable[..., str],
+) -> None:
+    words = ("--steps", "1", "residual", "ihc", "block_attnres(attnres_heads=4)")
+    text = run("compare_mechanisms", *words)
+    firsts = [float(first) for first in re.findall(r"\)\s+1\s+\d+\s+(\S+)", text)]
+    assert firsts == pytest.approx([firsts[0]] * 3, abs=2e-3)

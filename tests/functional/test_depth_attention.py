@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_residuals.functional import depth_weights, read_sources
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.functional import (
+    depth_weights,
+    head_weights,
+    read_by_heads,
+    read_sources,
+)
+from megatron_residuals.modules import build_head
 from megatron_residuals.testing import assert_close
 from tests.functional import loops
 
@@ -225,3 +232,33 @@ def test_keys_are_normalised_up_to_where_the_hosts_norms_read_zeros(
     assert_close(weights, exact.float(), dtype=torch.float32, kind="same_math")
     normed = torch.nn.functional.rms_norm(large[0].float(), (D,))
     assert bool(normed.any()) is is_read
+
+
+def test_one_head_is_attnres() -> None:
+    sources, query, gain = inputs(4, 2, 3)
+    close(read_by_heads(sources, query, gain, eps=EPS), read_sources(sources, query, gain, eps=EPS))
+    weights = head_weights(sources, query, gain, eps=EPS, heads=1)
+    close(weights.squeeze(-1), depth_weights(sources, query, gain, eps=EPS))
+
+
+@pytest.mark.parametrize("heads", [2, 3, 6])
+def test_every_head_has_a_softmax_over_keys_normalised_before_they_are_cut(heads: int) -> None:
+    """So a head is AttnRes with a query that is zero elsewhere, and reads its slice alone."""
+    sources, query, gain = inputs(4, 2, 3)
+    x = read_by_heads(sources, query, gain, eps=EPS, heads=heads)
+    for part in torch.arange(D).chunk(heads):
+        alone = torch.zeros_like(query).index_copy(0, part, query[part])
+        close(x[..., part], read_sources(sources, alone, gain, eps=EPS)[..., part])
+
+
+def test_an_additive_read_is_the_sum_of_all_sources_and_what_is_read() -> None:
+    sources, query, gain = inputs(4, 2, 3)
+    options = dict(eps=EPS, heads=2)
+    read = read_by_heads(sources, query, gain, **options)
+    close(read_by_heads(sources, query, gain, additive=True, **options), sum(sources) + read)
+
+
+def test_a_number_of_heads_that_does_not_divide_the_hidden_size_is_refused() -> None:
+    config = ResidualConfig("attnres", attnres_heads=4)
+    with pytest.raises(ValueError, match="attnres_heads is 4, which does not divide"):
+        build_head(config, config.depth_map(2), hidden_size=D)

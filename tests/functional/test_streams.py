@@ -147,7 +147,9 @@ def test_mhc_coefficients_follow_the_equations_token_by_token(
             expected = loops.mhc_coefficients(
                 streams[s, b].tolist(),
                 *[weight.tolist() for weight in weights],
-                **options._asdict(),
+                convention=convention,
+                iterations=3,
+                eps=eps,
             )
             for mine, theirs in zip(actual, expected, strict=True):
                 close(mine[s, b], torch.tensor(theirs, dtype=torch.float64))
@@ -168,6 +170,21 @@ def test_the_bias_of_a_permutation_moves_streams_in_the_direction_of_its_convent
     moved = write_streams(StreamUpdate(streams, nothing, h_post, h_res))
     for i in range(n):
         assert (moved[(i + 1) % n] - streams[i]).abs().max() <= 1e-12
+
+
+def test_without_mixing_mhc_is_its_gates_and_a_matrix_that_is_the_identity() -> None:
+    """iHC is mHC with H_res fixed to I; only then is eps added to both gates."""
+    n, streams, output = 3, loops.random_tensors(6)(5, 3, D), loops.random_tensors(7)(5, D)
+    weights = mhc_parameters(n)
+    gates = MhcWeights(weights.mapping[: 2 * n], weights.bias[: 2 * n], weights.alpha[:2])
+    mixed = mhc_coefficients(streams, weights, MhcOptions("paper", 3, 1e-3))
+    alone = mhc_coefficients(streams, gates, MhcOptions("identity", 0, 1e-3, 1e-2))
+    close(alone.h_pre, mixed.h_pre + 1e-2)
+    close(alone.h_post, mixed.h_post + 1e-2)
+    assert alone.h_res is None
+    identity = torch.eye(n, dtype=torch.float64).expand(5, n, n)
+    written = write_streams(StreamUpdate(streams, output, alone.h_post, identity))
+    close(write_streams(StreamUpdate(streams, output, alone.h_post)), written)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

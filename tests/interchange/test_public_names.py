@@ -34,8 +34,12 @@ needs_safetensors = pytest.mark.skipif(
 DSV4 = ResidualConfig("mhc", streams=3, mhc_convention="dsv4")
 PAPER = ResidualConfig("mhc", streams=3)
 BLOCKS = ResidualConfig("block_attnres", block_layers=2)
+V41 = ResidualConfig("single_pass_mhc", streams=3, mhc_convention="dsv4")
+IHC = ResidualConfig("ihc", streams=3)
 CONFIGS = [
     DSV4,
+    V41,
+    IHC,
     PAPER,
     ResidualConfig("mhc", streams=3, contraction="learned"),
     ResidualConfig("mhc", streams=2, mhc_convention="dsv4", contraction="mean"),
@@ -282,6 +286,39 @@ def test_a_model_of_another_type_is_never_taken_for_the_one_whose_names_it_has(
     released(tmp_path / "v41", DSV4, {"model_type": "deepseek_v41", "text_config": text})
     with pytest.raises(ValueError, match="model_type is 'deepseek_v41'.*known is deepseek_v4"):
         read(tmp_path / "v41", DSV4)
+
+
+@needs_safetensors
+def test_by_its_head_a_file_is_told_from_one_of_the_same_names(path: Path) -> None:
+    """With nothing beside it that says which model it is of."""
+    for mine, other, said in ((DSV4, V41, "has an hc_head"), (V41, DSV4, "has no hc_head")):
+        tensors, _ = export_residual(random_parameters(mine), mine, LAYERS)
+        path.unlink(missing_ok=True)
+        tensor_file.write_tensors(path, tensors, {})
+        assert_same(read(path, mine), random_parameters(mine))
+        with pytest.raises(ValueError, match=said):
+            read(path, other)
+
+
+def test_the_names_and_shapes_are_those_of_hy4() -> None:
+    tensors, layout = export_residual(random_parameters(IHC), IHC, LAYERS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert (layout, len(shapes)) == ("hy4", 6 * LAYERS + 3)
+    assert shapes["model.layers.2.hc_mlp_layer.hc_pre.hc_fn"] == (6, 3 * HIDDEN)
+    assert shapes["model.layers.0.hc_attn_layer.hc_pre.hc_scale"] == (2,)
+    assert shapes["model.hc_head.hc_head_base"] == (3,)
+
+
+@needs_safetensors
+def test_a_released_hy4_is_read_with_its_two_eps_and_refused_with_another_magnitude(
+    tmp_path: Path,
+) -> None:
+    public = {"model_type": "hy_v4", "hc_mult": 3, "hc_eps": 1e-6, "rms_norm_eps": 1e-5}
+    parameters = released(tmp_path / "same", IHC, {**public, "hc_magnitude": 2.0})
+    assert_same(read(tmp_path / "same", IHC), parameters)
+    released(tmp_path / "other", IHC, {**public, "hc_magnitude": 1.0})
+    with pytest.raises(ValueError, match="hc_magnitude is 1.0; here there is only 2.0"):
+        read(tmp_path / "other", IHC)
 
 
 @needs_safetensors

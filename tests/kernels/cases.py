@@ -186,6 +186,22 @@ def source_case(m: int, d: int, *lead: int) -> Case:
     )
 
 
+def heads_case(m: int, d: int, *lead: int) -> Case:
+    """Attention by heads over m sources [..., d], added to their sum."""
+
+    def flat(function: Callable[..., Tensor]) -> Flat:
+        options = dict(eps=EPS, heads=4, additive=True)
+        return lambda query, gain, *sources: (function(sources, query, gain, **options),)
+
+    return dataclasses.replace(
+        source_case(m, d, *lead),
+        name=f"heads-{m}",
+        kernel=flat(kernels.read_by_heads),
+        reference=flat(functional.read_by_heads),
+        kept_per_token=0,
+    )
+
+
 def cases(d: int, *lead: int, streams: tuple[int, ...] = (1, 2, 3, 4)) -> Iterator[Case]:
     """All functions for some numbers of streams; one, two and nine sources."""
     for n in streams:
@@ -193,3 +209,5 @@ def cases(d: int, *lead: int, streams: tuple[int, ...] = (1, 2, 3, 4)) -> Iterat
             yield dataclasses.replace(case, name=f"{case.name}-{n}")
     for m in (1, 2, 9):
         yield source_case(m, d, *lead)
+    if d % 4 == 0:
+        yield heads_case(3, d, *lead)

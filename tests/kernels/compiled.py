@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_residuals import kernels
-from megatron_residuals.functional import StreamUpdate
+from megatron_residuals.functional import MhcOptions, StreamUpdate
 from megatron_residuals.mechanisms.sources.module import DepthAttention, open_reads
 from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
 from megatron_residuals.modules import SourceState, StreamState
@@ -105,9 +105,7 @@ def stream_modules(backend: str) -> tuple[Function, list[Tensor]]:
             20,
             num_streams=4,
             home_stream=index,
-            convention="paper",
-            iterations=5,
-            eps=EPS,
+            options=MhcOptions("paper", 5, EPS),
             alpha_init=0.5,
             initialisation="a6",
             kernels=backend,

@@ -107,17 +107,21 @@ def test_a_part_of_a_block_moves_the_planes_of_the_accounting(
     assert measured(monkeypatch, run) == expected
 
 
+@pytest.mark.parametrize("mechanism", ["mhc", "ihc", "single_pass_mhc"])
 @pytest.mark.parametrize(("num_streams", "num_sublayers"), [(2, 2)])
 def test_streams_move_the_planes_of_the_accounting(
-    monkeypatch: pytest.MonkeyPatch, num_streams: int, num_sublayers: int
+    monkeypatch: pytest.MonkeyPatch, num_streams: int, num_sublayers: int, mechanism: str
 ) -> None:
-    config = ResidualConfig("mhc", streams=num_streams, kernels="triton")
+    config = ResidualConfig(mechanism, streams=num_streams, kernels="triton")
     opened = plane(num_streams)
+    shifted = config.entry.numbers(config) > 0
+    reads = torch.full(opened.shape[:-1], 0.5) if shifted else None
 
     def run() -> Tensor:
-        state = StreamState(Sublayer.apply(opened))
+        state = StreamState(Sublayer.apply(opened), reads=reads)
         settled = run_sublayers(config, None, state, range(num_sublayers)).settled()
         result: Tensor = settled.streams
         return result
 
-    assert measured(monkeypatch, run) == streams(num_streams, num_sublayers)
+    expected = streams(num_streams, num_sublayers, single_pass=shifted)
+    assert measured(monkeypatch, run) == expected

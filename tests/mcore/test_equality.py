@@ -9,7 +9,9 @@ import functools
 import pytest
 import torch
 
+from megatron_residuals.config import ResidualConfig
 from megatron_residuals.testing import assert_close
+from megatron_residuals.testing.conformance import check_pipeline
 from megatron_residuals.testing.residual_toy import keep_residual_init, spec_for
 from megatron_residuals.testing.toy_gpt import ToyGPT, ToyResult, run_toy
 
@@ -23,6 +25,13 @@ MECHANISMS = {
     "mhc-dsv4": "mhc(streams=3, mhc_convention='dsv4')",
     "full-attnres": "attnres(transport='full')",
     "block-attnres": "block_attnres(block_sublayers=3, transport='full')",
+}
+# Of one kind with one above: what is not shared with it is in the arithmetic of a sublayer.
+OTHERS = {
+    "mhc-permutations": "mhc(mhc_mixing='permutations')",
+    "ihc": "ihc(streams=2)",
+    "single-pass-mhc": "single_pass_mhc(streams=3)",
+    "heads-additive": "attnres(attnres_heads=4, attnres_additive=True)",
 }
 PIPELINES = {
     "pp2": dict(pp=2),
@@ -55,6 +64,20 @@ def test_a_pipeline_equals_one_process_bit_for_bit(mechanism: str, layout: dict[
     assert_equal(actual, one_process(mechanism), "exact")
 
 
+@pytest.mark.parametrize("mechanism", OTHERS.values(), ids=OTHERS)
+def test_under_every_policy_two_ranks_with_two_stages_each_equal_one_process(
+    mechanism: str,
+) -> None:
+    outcome = check_pipeline(ResidualConfig.parse(mechanism))
+    assert outcome.verdict == "ok" and "every policy" in outcome.seen
+
+
+@pytest.mark.parametrize("mechanism", OTHERS.values(), ids=OTHERS)
+def test_others_under_sequence_parallelism_equal_one_process(mechanism: str) -> None:
+    actual = run_toy(ToyGPT(tp=2, sequence_parallel=True), spec_for(mechanism))
+    assert_equal(actual, one_process(mechanism), "same_math")
+
+
 @pytest.mark.parametrize("layout", TENSOR_PARALLEL.values(), ids=TENSOR_PARALLEL)
 @pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS)
 def test_tensor_parallelism_equals_one_process(mechanism: str, layout: dict[str, int]) -> None:
@@ -78,6 +101,10 @@ AT_INIT = [f"block_attnres(block_sublayers={s}, attnres_eps=1e-30)" for s in (1,
 AT_INIT += ["attnres(attnres_eps=1e-30)", "hc()", "hc(streams=1)", "mhc()", "mhc(streams=1)"]
 AT_INIT += ["mhc(streams=3, contraction='sum')", "mhc(mhc_init='symmetric')"]
 AT_INIT += ["mhc(mhc_convention='dsv4', mhc_eps=1e-30)"]
+AT_INIT += ["attnres(attnres_eps=1e-30, attnres_heads=4, attnres_additive=True)"]
+AT_INIT += ["mhc(mhc_mixing='permutations')", "mhc(mhc_mixing='kronecker')"]
+AT_INIT += ["single_pass_mhc()"]
+AT_INIT += ["ihc(mhc_eps=1e-30, ihc_gate_eps=1e-30)"]
 
 
 @functools.cache
@@ -104,7 +131,8 @@ def test_at_initialisation_a_mechanism_is_the_stock_model(mechanism: str) -> Non
 
 def test_different_mechanisms_are_different_models() -> None:
     # guards the comparisons above against all being the plain model
-    losses = {name: tuple(one_process(text).losses) for name, text in MECHANISMS.items()}
+    every = MECHANISMS | OTHERS
+    losses = {name: tuple(one_process(text).losses) for name, text in every.items()}
     assert len(set(losses.values())) == len(losses)
 
 

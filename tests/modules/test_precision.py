@@ -119,13 +119,16 @@ def test_a_checkpoint_in_16_bit_loads_into_float32(config: ResidualConfig) -> No
 def state_of(config: ResidualConfig, dtype: torch.dtype) -> ResidualState:
     draw = random_tensors(2)
     if isinstance(config.entry, Streams):
-        return StreamState(draw(6, 2, config.streams, D).to(dtype))
+        streams = draw(6, 2, config.streams, D).to(dtype)
+        reads = draw(6, 2, config.streams).float() if config.entry.numbers(config) else None
+        return StreamState(streams, reads=reads)
     return SourceState(tuple(draw(6, 2, D).to(dtype) for _ in range(3)), draw(6, 2, D).to(dtype))
 
 
 def as_float64(state: ResidualState) -> ResidualState:
     if isinstance(state, StreamState):
-        return StreamState(state.streams.double())
+        reads = None if state.reads is None else state.reads.double()
+        return StreamState(state.streams.double(), reads=reads)
     assert isinstance(state, SourceState)
     return SourceState(tuple(s.double() for s in state.sources), state.partial.double())
 
@@ -134,7 +137,7 @@ def coefficients(module: nn.Module, state: ResidualState) -> tuple[Tensor, ...]:
     """What a sublayer computes from the state before it touches an activation."""
     if isinstance(module, StreamResidual):
         assert isinstance(state, StreamState)
-        return tuple(module.coefficients(state.streams))
+        return tuple(each for each in module.coefficients(state.streams) if each is not None)
     assert isinstance(module, DepthQuery) and isinstance(state, SourceState)
     sources = (*state.sources, state.partial)
     return (depth_weights(sources, module.query, module.key_gain, eps=module.eps),)

@@ -167,7 +167,12 @@ MECHANISMS = [
     ResidualConfig("mhc", streams=3),
     ResidualConfig("mhc", streams=3, mhc_convention="dsv4"),
     ResidualConfig("mhc", streams=1, contraction="sum"),
+    # a mean does not notice how streams are mixed last where columns sum to one exactly
+    ResidualConfig("mhc", streams=3, mhc_mixing="permutations", contraction="learned"),
+    ResidualConfig("ihc", streams=3),
+    ResidualConfig("single_pass_mhc", streams=3),
     ResidualConfig("attnres"),
     ResidualConfig("block_attnres", block_layers=2),
     ResidualConfig("block_attnres", block_sublayers=5),
+    ResidualConfig("block_attnres", block_layers=2, attnres_heads=2, attnres_additive=True),
 ]

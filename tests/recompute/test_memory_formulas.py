@@ -40,6 +40,12 @@ MECHANISMS = {
     "cut blocks": ResidualConfig("block_attnres", block_sublayers=3),
     "full transport": ResidualConfig("block_attnres", block_sublayers=5, transport="full"),
 }
+# Of one kind with one above, under one policy each.
+OTHERS = {
+    "ihc": ResidualConfig("ihc"),
+    "single pass": ResidualConfig("single_pass_mhc", mhc_mixing="permutations"),
+    "heads": ResidualConfig("block_attnres", block_layers=2, attnres_heads=4),
+}
 POLICIES = (*RECOMPUTE, "group:3")
 PIPELINES: dict[str, dict[str, Any]] = {
     "one": dict(num_microbatches=1),
@@ -49,7 +55,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 # Pipelines take longer; each with what it may do to a policy.
 PIPELINED = {
-    "pp2": ["mhc/group", "cut blocks/block"],
+    "one": ["ihc/none", "heads/none"],
+    "pp2": ["single pass/mix", "mhc/group", "cut blocks/block"],
     "pp2 vpp2": [
         *("mhc/none", "mhc/mix", "mhc/group", "attnres/none", "attnres/block", "blocks/mix"),
         *("cut blocks/none", "cut blocks/mix", "cut blocks/block", "cut blocks/block+layer"),
@@ -107,7 +114,7 @@ def test_kept_and_peak_bytes_are_those_predicted(
     pipeline: str, mechanism: str, policy: str
 ) -> None:
     this = case(pipeline)
-    residual = dataclasses.replace(MECHANISMS[mechanism], recompute=policy)
+    residual = dataclasses.replace((MECHANISMS | OTHERS)[mechanism], recompute=policy)
     assert_predicted(this, this.plan(residual).predict(), spec_for(residual))
 
 

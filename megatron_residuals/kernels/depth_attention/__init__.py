@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_residuals.functional import depth_attention as reference
 from megatron_residuals.functional.depth_attention import ClosedRead
 from megatron_residuals.functional.precision import wide_dtype
+from megatron_residuals.kernels.common.autograd import recomputed
 from megatron_residuals.kernels.common.dispatch import Backend, resolve
-from megatron_residuals.kernels.common.gradient_buffer import GradientBuffer
+from megatron_residuals.kernels.common.gradient_buffer import GradientBuffer, depositing
 from megatron_residuals.kernels.common.libraries import LIBRARIES, outside_graphs
 from megatron_residuals.kernels.depth_attention import libraries
 from megatron_residuals.kernels.depth_attention.autograd import (
@@ -51,6 +52,31 @@ def read_sources(
     x: Tensor = ReadSources.apply(
         chosen, eps, _by_source(buffers, sources), query, key_gain, *sources
     )
+    return x
+
+
+def read_by_heads(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_gain: Tensor,
+    *,
+    eps: float,
+    heads: int,
+    additive: bool,
+    buffers: Sequence[GradientBuffer | None] = (),
+) -> Tensor:
+    """``functional.read_by_heads``; keeps references to its inputs, in plain PyTorch everywhere.
+
+    ``buffers`` as in ``read_sources``.
+    """
+
+    def read(query: Tensor, key_gain: Tensor, *sources: Tensor) -> Tensor:
+        return reference.read_by_heads(
+            sources, query, key_gain, eps=eps, heads=heads, additive=additive
+        )
+
+    pairs = zip(sources, _by_source(buffers, sources), strict=True)
+    x: Tensor = recomputed(read, query, key_gain, *(depositing(*pair) for pair in pairs))
     return x
 
 

@@ -55,14 +55,15 @@ def update_and_read(
     before: StreamUpdate | Tensor,
     weights: MhcWeights,
     options: MhcOptions,
+    reads: Tensor | None = None,
     *,
     backend: str = "auto",
 ) -> StreamRead:
-    """``functional.update_and_read``; h_pre is for looking at and has no gradient.
+    """``functional.update_and_read``; without ``reads``, h_pre is for looking at, with no gradient.
 
     Everything mHC does between two sublayers is one step of autograd: the streams between them are
     written and read back once, and their gradient is never stored. Kept are references to the
-    inputs, the streams and h_pre, and 2n + n^2 + 1 numbers per token. With the backend ``liger`` it
+    inputs, the streams and h_pre, and K + 1 numbers per token. With the backend ``liger`` it
     is three steps instead of one, and keeps more.
 
     Raises:
@@ -81,8 +82,9 @@ def update_and_read(
     )
     if chosen == "torch" and torch.compiler.is_compiling():
         # a compiler fuses the plain formulas better than the chunks made for a cache
-        return reference.update_and_read(before, weights, options)
-    return StreamRead(*UpdateAndRead.apply(chosen, options.checked(), *inputs, *weights))
+        return reference.update_and_read(before, weights, options, reads)
+    found = UpdateAndRead.apply(chosen, options.checked(), reads, *inputs, *weights)
+    return StreamRead(*found)
 
 
 def mhc_coefficients(
@@ -103,10 +105,16 @@ def mhc_coefficients(
 
 
 def mhc_head_weights(
-    streams: Tensor, mapping: Tensor, bias: Tensor, scale: Tensor, *, eps: float
+    streams: Tensor,
+    mapping: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    eps: float,
+    gate_eps: float | None = None,
 ) -> Tensor:
     """``functional.mhc_head_weights``; keeps a reference to the streams."""
-    head = functools.partial(reference.mhc_head_weights, eps=eps)
+    head = functools.partial(reference.mhc_head_weights, eps=eps, gate_eps=gate_eps)
     weights: Tensor = recomputed(head, streams, mapping, bias, scale)
     return weights
 
@@ -131,4 +139,6 @@ def hc_coefficients(
             )
         )
 
-    return StreamCoefficients(*recomputed(compute, streams, mapping, scale, *static))
+    assert static.h_res is not None, "HC mixes streams"
+    given = (static.h_pre, static.h_post, static.h_res)
+    return StreamCoefficients(*recomputed(compute, streams, mapping, scale, *given))

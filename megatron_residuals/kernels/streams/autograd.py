@@ -51,7 +51,7 @@ class WriteStreams(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, name: Backend, *update: Tensor) -> Tensor:
+    def forward(ctx: Any, name: Backend, *update: Any) -> Tensor:
         """The streams after the write."""
         ctx.name = name
         ctx.save_for_backward(*update)
@@ -72,7 +72,8 @@ class WriteStreams(torch.autograd.Function):
 class UpdateAndRead(torch.autograd.Function):
     """The values of ``StreamRead``. Without an update, the streams come out as they went in.
 
-    They do come out, so that in backward their gradient meets that of the read here.
+    They do come out, so that in backward their gradient meets that of the read here. h_pre has a
+    gradient where it is not what was read with.
     """
 
     @staticmethod
@@ -80,40 +81,55 @@ class UpdateAndRead(torch.autograd.Function):
         ctx: Any,
         name: Backend,
         options: MhcOptions,
+        reads: Tensor | None,
         streams: Tensor,
         output: Tensor | None,
         h_post: Tensor | None,
         h_res: Tensor | None,
         *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """One pass over the streams."""
         ctx.name, ctx.options = name, options
         given = _given(streams, output, h_post, h_res)
         before = rows(streams, 2) if given is None else _rows_of(given)
+        wide = _wide(weights, streams)
+        given_reads = None if reads is None else rows(reads).to(wide.mapping.dtype)
         with without_autocast(streams):
-            found, mixes = _backend(name).update_and_read(before, _wide(weights, streams), options)
+            found, mixes = _backend(name).update_and_read(before, wide, options, given_reads)
         written = streams.view_as(streams) if given is None else found.streams.view(streams.shape)
-        lead = streams.shape[:-2]
-        x, h_pre, *others = (value.view(*lead, *value.shape[1:]) for value in found[1:])
-        ctx.mark_non_differentiable(h_pre)
-        kept = Kept(streams if given is None else written, h_pre, mixes)
+        x, h_pre, new_post = (_led(value, streams) for value in found[1:4])
+        new_res = None if found.h_res is None else _led(found.h_res, streams)
+        ctx.reads = None if reads is None else reads.dtype
+        if reads is None:
+            ctx.mark_non_differentiable(h_pre)
+        kept = Kept(streams if given is None else written, h_pre if reads is None else reads, mixes)
         ctx.save_for_backward(streams, output, h_post, h_res, *kept, *weights)
-        return written, x, h_pre, *others
+        return written, x, h_pre, new_post, new_res
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        d_streams: Tensor,
+        d_x: Tensor,
+        d_pre: Tensor,
+        d_post: Tensor,
+        d_res: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         """One pass; for frozen inputs None."""
         streams, output, h_post, h_res, *kept, mapping, bias, alpha = ctx.saved_tensors
         read, h_pre, mixes = kept
         given, weights = _given(streams, output, h_post, h_res), (mapping, bias, alpha)
-        pairs = zip(gradients, (2, 1, 1, 1, 2), strict=True)
+        mixing = None if d_res is None else rows(d_res, 2)
+        gradients = StreamRead(rows(d_streams, 2), rows(d_x), rows(d_pre), rows(d_post), mixing)
         with without_autocast(streams):
-            d_before, d_weights = _backend(ctx.name).update_and_read_backward(
-                StreamRead(*[rows(gradient, ndim) for gradient, ndim in pairs]),
-                Kept(rows(read, 2), rows(h_pre), mixes),
+            wide = _wide(weights, streams)
+            d_before, d_weights, d_read = _backend(ctx.name).update_and_read_backward(
+                gradients,
+                Kept(rows(read, 2), rows(h_pre).to(wide.mapping.dtype), mixes),
                 None if given is None else _rows_of(given),
-                _wide(weights, streams),
+                wide,
                 ctx.options,
+                reads=ctx.reads is not None,
             )
         found: tuple[Tensor | None, ...]
         if isinstance(d_before, Tensor):
@@ -121,7 +137,13 @@ class UpdateAndRead(torch.autograd.Function):
         else:
             found = _shaped(d_before, StreamUpdate(streams, output, h_post, h_res))
         narrowed = [new.to(each.dtype) for new, each in zip(d_weights, weights, strict=True)]
-        return wanted(ctx, None, None, *found, *narrowed)
+        d_reads = None if ctx.reads is None else d_read.view(h_pre.shape).to(ctx.reads)
+        return wanted(ctx, None, None, d_reads, *found, *narrowed)
+
+
+def _led(value: Tensor, streams: Tensor) -> Tensor:
+    """Rows with the leading dimensions of the streams."""
+    return value.view(*streams.shape[:-2], *value.shape[1:])
 
 
 def _backend(name: Backend) -> StreamBackend:
@@ -135,7 +157,7 @@ def _backend(name: Backend) -> StreamBackend:
 def _given(
     streams: Tensor, output: Tensor | None, h_post: Tensor | None, h_res: Tensor | None
 ) -> StreamUpdate | None:
-    if output is None or h_post is None or h_res is None:
+    if output is None or h_post is None:
         return None
     return StreamUpdate(streams, output, h_post, h_res)
 
@@ -143,16 +165,23 @@ def _given(
 def _rows_of(update: StreamUpdate) -> StreamUpdate:
     """A write in rows, its coefficients in float32 or wider."""
     streams, output, h_post, h_res = update
-    dtype = wide_dtype(streams, h_res)
-    return StreamUpdate(
-        rows(streams, 2), rows(output), rows(h_post).to(dtype), rows(h_res, 2).to(dtype)
-    )
+    dtype = wide_dtype(streams, h_post)
+    mixing = None if h_res is None else rows(h_res, 2).to(dtype)
+    return StreamUpdate(rows(streams, 2), rows(output), rows(h_post).to(dtype), mixing)
 
 
 def _shaped(flat: StreamUpdate, given: StreamUpdate) -> StreamUpdate:
     """Gradients of a write in the shapes and dtypes of what it took."""
-    pairs = zip(flat, given, strict=True)
-    return StreamUpdate(*[found.view(each.shape).to(each.dtype) for found, each in pairs])
+
+    def like(found: Tensor, one: Tensor) -> Tensor:
+        return found.view(one.shape).to(one.dtype)
+
+    return StreamUpdate(
+        like(flat.streams, given.streams),
+        like(flat.output, given.output),
+        like(flat.h_post, given.h_post),
+        None if flat.h_res is None or given.h_res is None else like(flat.h_res, given.h_res),
+    )
 
 
 def _wide(weights: tuple[Tensor, ...], streams: Tensor) -> MhcWeights:

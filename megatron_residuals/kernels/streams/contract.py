@@ -4,7 +4,8 @@
 
 For a function of ``functional.streams`` it has one of the same name, and one for its gradients. All
 tensors are contiguous, one row for each token: streams [T, n, d], x and outputs [T, d], h_pre and
-h_post [T, n], h_res [T, n, n]; coefficients and weights are float32 or wider.
+h_post [T, n], h_res [T, n, n], or None for the identity; coefficients and weights are float32 or
+wider. K is the number of coefficients of a token.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Kept(NamedTuple):
 
     Attributes:
         streams: those that were read, updated or not.
-        h_pre: the coefficients of the read.
-        mixes: 2n + n^2 + 1 numbers per token, from which all coefficients can be computed again.
+        h_pre: the coefficients of the read; those given, where they were.
+        mixes: K + 1 numbers per token, from which all coefficients can be computed again.
     """
 
     streams: Tensor
@@ -48,7 +49,11 @@ class StreamBackend(Protocol):
         """Gradients of all that a write takes, from that of the streams behind it."""
 
     def update_and_read(
-        self, before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+        self,
+        before: StreamUpdate | Tensor,
+        weights: MhcWeights,
+        options: MhcOptions,
+        reads: Tensor | None,
     ) -> tuple[StreamRead, Tensor]:
         """What the reference gives (of streams alone, these streams), and the ``mixes`` to keep."""
 
@@ -59,5 +64,11 @@ class StreamBackend(Protocol):
         update: StreamUpdate | None,
         weights: MhcWeights,
         options: MhcOptions,
-    ) -> tuple[StreamUpdate | Tensor, MhcWeights]:
-        """Gradients of the arguments. That of h_pre is not looked at: it is not differentiable."""
+        *,
+        reads: bool,
+    ) -> tuple[StreamUpdate | Tensor, MhcWeights, Tensor]:
+        """Gradients of the arguments, and that of the coefficients of the read.
+
+        The gradient of h_pre is looked at only where ``reads`` were given: otherwise it is that of
+        the read, and h_pre is not differentiable.
+        """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,8 +82,10 @@ def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
 
 def write_streams(update: StreamUpdate) -> Tensor:
     """``functional.write_streams``. Raises as ``update_and_read``."""
-    _check_sizes(*update)
-    functions, streams = _functions(), update.streams
+    streams, output, h_post, h_res = update
+    assert h_res is not None, "in Liger's convention streams are mixed"
+    _check_sizes(streams, output, h_post, h_res)
+    functions = _functions()
     _check_mixing(functions, *streams.shape[-2:], streams.dtype, streams.device)
     return _write(functions, update)
 
@@ -149,6 +151,7 @@ def _read(functions: Functions, streams: Tensor, h_pre: Tensor) -> Tensor:
 
 def _write(functions: Functions, update: StreamUpdate) -> Tensor:
     streams, output, h_post, h_res = update
+    assert h_res is not None, "in Liger's convention streams are mixed"
     n, d = streams.shape[-2:]
     rows = output.reshape(-1, d), h_post.reshape(-1, n), h_res.reshape(-1, n, n)
     written = functions.write(_rows(streams), *rows)
@@ -169,10 +172,12 @@ def _check_coefficients(
     mapping = draw(columns, n * d) / (n * d) ** 0.5
     inputs = [streams, mapping, draw(columns), 0.5 + 0.2 * draw(3)]
 
-    def expected(streams: Tensor, *weights: Tensor) -> StreamCoefficients:
+    def expected(streams: Tensor, *weights: Tensor) -> Any:
         return reference.mhc_coefficients(streams, MhcWeights(*weights), options)
 
-    theirs = functools.partial(_coefficients, functions, options)
+    def theirs(*tensors: Tensor) -> Any:
+        return _coefficients(functions, options, *tensors)
+
     libraries.compare("liger", "liger_mhc_coeffs", theirs, expected, inputs)
 
 

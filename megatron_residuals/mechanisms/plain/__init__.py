@@ -18,6 +18,7 @@ class Plain(Mechanism):
 
     summary = "the running sum (the baseline, bitwise the stock model)"
     recompute = ()
+    kernels = "nothing to compute but the host's sum"
     is_stock = True
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> PlainResidual:

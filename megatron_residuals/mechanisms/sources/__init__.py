@@ -24,13 +24,12 @@ from megatron_residuals.pipeline.traffic import (
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
     from megatron_residuals.diagnostics.journal import Journal
     from megatron_residuals.diagnostics.page import Panel
+    from megatron_residuals.mechanisms.base import PublicLayout
     from megatron_residuals.mechanisms.sources.module import DepthAttention, DepthHead
     from megatron_residuals.mechanisms.sources.probe import SourceProbe
     from megatron_residuals.modules import SourceState
@@ -95,6 +94,22 @@ class AttnResOptions:
         choices=TWO_PHASE,
         binds=False,
     )
+    attnres_heads: int = option(
+        1,
+        "heads of an AttnRes read: slices of the hidden size with a softmax of their own (MHAR)",
+        minimum=1,
+        advice="the same weights are another function with other heads: give the saved number",
+    )
+    attnres_additive: bool = option(
+        False,
+        "add what is read to the sum of all sources, in place of reading it alone (Delta AttnRes)",
+        advice="the same weights are another function: give what was saved",
+    )
+
+    @property
+    def single_softmax(self) -> bool:
+        """Whether reads are those of AttnRes itself, which kernels and two phases are for."""
+        return self.attnres_heads == 1 and not self.attnres_additive
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,7 @@ class AttnRes(Sources):
     summary = "attention over the outputs of all earlier sublayers"
     options = AttnResOptions
     libraries = LIBRARIES
+    kernels = "all; reads by heads, and added to the stream, are PyTorch's"
     metrics = SOURCES
 
     def __init__(self, name: str) -> None:
@@ -127,18 +143,29 @@ class AttnRes(Sources):
         self.prefix = "attnres"
 
     def faults(self, config: ResidualConfig) -> list[str]:
-        """Libraries read for one sublayer at a time."""
-        if config.two_phase == "on" and config.kernels in LIBRARIES:
-            return [
+        """Libraries read for one sublayer at a time, and heads and sums are plain PyTorch's."""
+        faults = []
+        if not config.single_softmax:
+            given = f"attnres_heads={config.attnres_heads}"
+            given = "attnres_additive" if config.attnres_additive else given
+            if config.kernels not in ("auto", "torch"):
+                faults.append(
+                    f"kernels is {config.kernels!r}, which has no reads with {given}; use auto"
+                )
+            if config.two_phase == "on":
+                faults.append(f"two_phase is 'on', but {given} reads in one; leave two_phase out")
+        elif config.two_phase == "on" and config.kernels in LIBRARIES:
+            faults.append(
                 f"two_phase is 'on', but kernels={config.kernels!r} reads for one sublayer at a "
                 "time; leave two_phase out, or use kernels='auto'"
-            ]
-        return []
+            )
+        return faults
 
     def two_phase(self, config: ResidualConfig) -> str:
-        """The option; ``off`` where a library reads, one sublayer at a time."""
+        """The option; ``off`` where a sublayer has to read by itself."""
         choice: str = config.two_phase
-        return "off" if config.kernels in LIBRARIES else choice
+        alone = config.kernels in LIBRARIES or not config.single_softmax
+        return "off" if alone else choice
 
     def parts(
         self, config: ResidualConfig, depth: DepthMap | None, sublayers: range
@@ -161,8 +188,13 @@ class AttnRes(Sources):
         return two_phase and not opens
 
     def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
-        """Two for each source read; in two phases three for a merge, and the logits of phase 1."""
+        """Two for each source read; in two phases three for a merge, and the logits of phase 1.
+
+        Reads by heads, and sums, keep none.
+        """
         depth, two_phase, opens = self._phases(config, reading)
+        if not config.single_softmax:
+            return 0
         if not two_phase:
             return 2 * depth.num_read(reading.sublayer)
         closed = depth.num_sources(reading.sublayer) + opens
@@ -178,8 +210,10 @@ class AttnRes(Sources):
         return min(within.stop, depth.block_range(depth.source_of(i)).stop) - i
 
     def head_numbers(self, config: ResidualConfig, reading: Reading) -> int:
-        """Two for each source of the final read."""
+        """Two for each source of the final read, or none."""
         assert reading.depth is not None, "the state has depth sources"
+        if not config.single_softmax:
+            return 0
         return 2 * reading.depth.num_read(reading.sublayer)
 
     def build_sublayer(self, config: ResidualConfig, place: Place) -> DepthAttention:
@@ -192,6 +226,8 @@ class AttnRes(Sources):
             opens_block=place.depth.opens_block(place.sublayer),
             two_phase=reads_in_two_phases(self.two_phase(config), place.depth, place.sublayer),
             eps=config.attnres_eps,
+            heads=config.attnres_heads,
+            additive=config.attnres_additive,
             kernels=config.kernels,
             device=place.device,
         )
@@ -225,7 +261,7 @@ class AttnRes(Sources):
 
         return panels(run, self.prefix)
 
-    def public_layout(self) -> ModuleType:
+    def public_layout(self) -> PublicLayout:
         """Kimi-K3's."""
         from megatron_residuals.mechanisms.sources import kimi_k3
 
@@ -236,7 +272,12 @@ class AttnRes(Sources):
         from megatron_residuals.mechanisms.sources.module import DepthHead
 
         return DepthHead(
-            place.hidden_size, eps=config.attnres_eps, kernels=config.kernels, device=place.device
+            place.hidden_size,
+            eps=config.attnres_eps,
+            heads=config.attnres_heads,
+            additive=config.attnres_additive,
+            kernels=config.kernels,
+            device=place.device,
         )
 
 

@@ -24,11 +24,12 @@ from megatron_residuals.text import raise_faults
 
 NAME = "kimi-k3"
 MODEL_TYPES = ("kimi_k3", "kimi_linear")  # the whole model, and its language model alone
-SAID: dict[str, Setting] = {}
+SAID: dict[str, Setting] = {"attnres_heads": 1, "attnres_additive": False}  # by the names alone
 SETTINGS = {
     "attn_res_block_size": (BLOCK_LENGTH, len(GPT_LAYER)),
     "rms_norm_eps": ("attnres_eps", 1.0),
 }
+FIXED: dict[str, float] = {}
 PREFIX = "language_model.model."
 SUBLAYERS = ("self_attention", "mlp")
 _LAYER = re.compile(
@@ -41,11 +42,17 @@ def block_layers(config: ResidualConfig, num_layers: int) -> int:
     """``attn_res_block_size`` of Kimi-K3's configuration: the block length in layers.
 
     Raises:
-        ValueError: the mechanism is not AttnRes, or its blocks are no whole layers.
+        ValueError: the mechanism is not AttnRes, its reads are not Kimi-K3's, or its blocks are no
+            whole layers.
     """
     depth = config.depth_map(num_layers)
     if depth is None:
         raise ValueError(f"{NAME}: the mechanism is {config.mechanism!r}; the names are AttnRes'.")
+    if not config.single_softmax:
+        raise ValueError(
+            f"{NAME}: reads with {config.attnres_heads} head(s), additive "
+            f"{config.attnres_additive}, have no form there; Kimi-K3 has one head and adds nothing"
+        )
     sublayers = min(depth.block_sublayers, depth.num_sublayers)
     layers, rest = gpt_place(sublayers)
     if rest:

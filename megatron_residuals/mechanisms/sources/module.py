@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.kernels import merge_running, read_closed, read_sources
+from megatron_residuals.kernels import merge_running, read_by_heads, read_closed, read_sources
 from megatron_residuals.modules.base import (
     Float32Module,
     ResidualHead,
@@ -27,6 +27,9 @@ class DepthQuery(Float32Module):
     A zero query weighs all sources equally, which makes the whole model equal to its plain
     counterpart up to the eps of the norms (Attention Residuals, section 3). Both parameters are
     1-D: no weight decay and no Muon by the host's own rules. ``kernels`` chooses what computes.
+
+    With several ``heads`` the query is cut, and each slice of d has weights of its own; with
+    ``additive`` what is read is added to the sum of all sources. Both are computed in PyTorch.
     """
 
     def __init__(
@@ -34,11 +37,19 @@ class DepthQuery(Float32Module):
         hidden_size: int,
         *,
         eps: float,
+        heads: int = 1,
+        additive: bool = False,
         kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        if hidden_size % heads:
+            raise ValueError(
+                f"attnres_heads is {heads}, which does not divide the hidden size {hidden_size}; "
+                "give a number of heads that does"
+            )
         self.eps, self.kernels = eps, kernels
+        self.heads, self.additive = heads, additive
         self.query = new_parameter(hidden_size, device=device)
         self.key_gain = new_parameter(hidden_size, device=device)
         self.reset_parameters()
@@ -50,8 +61,19 @@ class DepthQuery(Float32Module):
 
     def attend(self, state: SourceState, query: Tensor, key_gain: Tensor) -> Tensor:
         """Weighted sum of the finished sources and the running one -> [..., d]."""
+        sources = (*state.sources, state.partial)
+        if self.heads > 1 or self.additive:
+            return read_by_heads(
+                sources,
+                query,
+                key_gain,
+                eps=self.eps,
+                heads=self.heads,
+                additive=self.additive,
+                buffers=state.buffers,
+            )
         return read_sources(
-            (*state.sources, state.partial),
+            sources,
             query,
             key_gain,
             eps=self.eps,
@@ -107,10 +129,14 @@ class DepthAttention(DepthQuery, SublayerResidual[SourceState, SourceState]):
         opens_block: bool,
         two_phase: bool = False,
         eps: float,
+        heads: int = 1,
+        additive: bool = False,
         kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(hidden_size, eps=eps, kernels=kernels, device=device)
+        super().__init__(
+            hidden_size, eps=eps, heads=heads, additive=additive, kernels=kernels, device=device
+        )
         self.opens_block, self.two_phase = opens_block, two_phase
 
     def forward(self) -> tuple[Tensor, Tensor]:

@@ -35,12 +35,13 @@ class SourceProbe(Probe):
         }
 
     def look(self, module: Any, state: SourceState, pending: SourceState | None) -> Looked:
-        """weights [S, max_sources], padded with 0; entropy [S]."""
+        """weights [S, max_sources], means over heads, padded with 0; their entropy [S]."""
         read = (state if pending is None else pending).readable
         sources = torch.stack([sample_tokens(source, 1) for source in read], dim=1)  # [S, m, d]
-        rstd = torch.rsqrt(sources.square().mean(-1) + module.eps)
+        rstd = torch.rsqrt(sources.square().mean(-1, keepdim=True) + module.eps)
         direction = (module.query * module.key_gain).detach().to(sources.dtype)
-        weights = torch.softmax(rstd * (sources @ direction), dim=-1)
+        slices = (sources * direction).unflatten(-1, (module.heads, -1))
+        weights = torch.softmax(rstd * slices.sum(-1), dim=1).mean(-1)
         padding = (0, self.max_sources - weights.shape[-1])
         return {
             "weights": torch.nn.functional.pad(weights, padding),

@@ -1,134 +1,46 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-Connections and their manifold-constrained form: n parallel residual streams."""
+"""Hyper-Connections and their constrained forms: n parallel residual streams."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_residuals import mixing
 from megatron_residuals.depth import DepthMap
 from megatron_residuals.mechanisms.base import Mechanism, Place, Reading, Setting
-from megatron_residuals.mechanisms.options import option
-from megatron_residuals.mechanisms.streams.metrics import OF_HC, OF_MHC, STREAMS
+from megatron_residuals.mechanisms.streams.metrics import GATES, MIXING, OF_HC, OF_MHC, STREAMS
+from megatron_residuals.mechanisms.streams.options import (
+    HcOptions,
+    IhcOptions,
+    ManifoldOptions,
+    MhcOptions,
+    StreamOptions,
+)
 from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.traffic import Planes, contraction, streams
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
     from megatron_residuals.diagnostics.journal import Journal
     from megatron_residuals.diagnostics.page import Panel
-    from megatron_residuals.mechanisms.streams.module import StreamHead, StreamResidual
-    from megatron_residuals.mechanisms.streams.probe import HcProbe, MhcProbe
-    from megatron_residuals.modules import StreamState
-
-CONVENTIONS = ("paper", "dsv4")
-CONTRACTIONS = ("auto", "mean", "sum", "learned")
-INITIALISATIONS = ("a6", "symmetric")
-HC_NORMS = ("layernorm", "rmsnorm")
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """What both forms read. ``contraction_default`` is what ``auto`` stands for."""
-
-    streams: int = option(
-        4,
-        "number n of parallel residual streams",
-        minimum=1,
-        advice="weights of another number of streams do not fit: give the saved number",
+    from megatron_residuals.mechanisms.base import PublicLayout
+    from megatron_residuals.mechanisms.streams.module import (
+        ManifoldHyperConnection,
+        StreamResidual,
     )
-    contraction: str = option(
-        "auto",
-        "how the streams become one hidden state at the end (auto: HC sum, mHC paper mean, "
-        "mHC dsv4 learned)",
-        choices=CONTRACTIONS,
-    )
-
-    @property
-    def resolved_contraction(self) -> str:
-        """``mean``, ``sum`` or ``learned``: the contraction with ``auto`` replaced."""
-        return self.contraction_default if self.contraction == "auto" else self.contraction
-
-    @property
-    def contraction_default(self) -> str:
-        """HC's."""
-        return "sum"
-
-    @property
-    def resolved_mhc_eps(self) -> float:
-        """Of the norm in a learned head."""
-        return PAPER_EPS
-
-
-PAPER_EPS, DSV4_EPS = 1e-20, 1e-6
-
-
-@dataclass(frozen=True)
-class HcOptions(StreamOptions):
-    """Options of HC."""
-
-    hc_dynamic: bool = option(True, "add the input-dependent (tanh) part to the HC matrices")
-    hc_norm: str = option(
-        "layernorm",
-        "normalisation in front of the dynamic HC projections: layernorm (HC) or rmsnorm (as "
-        "restated by mHC)",
-        choices=HC_NORMS,
-    )
-
-
-@dataclass(frozen=True)
-class MhcOptions(StreamOptions):
-    """Options of mHC."""
-
-    mhc_convention: str = option(
-        "paper",
-        "mHC formula: paper (x' = H_res x) or dsv4 (DeepSeek-V4 layout, eps and head)",
-        choices=CONVENTIONS,
-        advice="the same weights are another function under the other convention: give the saved "
-        "one",
-    )
-    mhc_sinkhorn_iterations: int = option(20, "column+row normalisations of H_res", minimum=1)
-    mhc_eps: float | None = option(
-        None,
-        "eps of the mHC norm and, with dsv4, of its Sinkhorn steps and gates "
-        "(default: 1e-20 paper, 1e-6 dsv4)",
-        above=0.0,
-    )
-    mhc_alpha_init: float = option(
-        0.01, "initial value of the three mHC gating factors", binds=False
-    )
-    mhc_init: str = option(
-        "a6",
-        "initial mHC biases: a6 (one home stream per sublayer, near-identity H_res) or symmetric "
-        "(all zero; streams then never separate unless another parameter breaks the tie)",
-        choices=INITIALISATIONS,
-        binds=False,
-    )
-
-    @property
-    def contraction_default(self) -> str:
-        """DeepSeek-V4 learns its head."""
-        return "learned" if self.mhc_convention == "dsv4" else "mean"
-
-    @property
-    def resolved_mhc_eps(self) -> float:
-        """``mhc_eps`` with the convention's default filled in."""
-        if self.mhc_eps is not None:
-            return self.mhc_eps
-        return DSV4_EPS if self.mhc_convention == "dsv4" else PAPER_EPS
+    from megatron_residuals.mechanisms.streams.probe import HcProbe, IdentityProbe, MhcProbe
+    from megatron_residuals.modules import ResidualHead, StreamState
 
 
 class Streams(Mechanism):
     """A state of n streams [..., n, d], opened in the stage of the first layer."""
 
     summary = "a weighted sum of n streams, mixed by small matrices"
-    options = StreamOptions
+    options: type = StreamOptions
     recompute = ("mix", "group")
 
     def rows(self, config: ResidualConfig) -> int:
@@ -149,7 +61,7 @@ class Streams(Mechanism):
 
         return StreamState.unpack(payload, config.streams)
 
-    def build_head(self, config: ResidualConfig, place: Place) -> StreamHead:
+    def build_head(self, config: ResidualConfig, place: Place) -> ResidualHead[StreamState]:
         """The contraction."""
         from megatron_residuals.mechanisms.streams.module import StreamHead
 
@@ -158,17 +70,21 @@ class Streams(Mechanism):
             num_streams=config.streams,
             contraction=config.resolved_contraction,
             eps=config.resolved_mhc_eps,
+            gate_eps=config.resolved_gate_eps,
             device=place.device,
         )
 
     copies_embedding = True
     keeps_output = True
+    single_pass = False
+    """Whether reads do without the coefficients of the streams that they read."""
 
     def planes(
         self, config: ResidualConfig, layout: StageLayout, depth: DepthMap | None, stage: int
     ) -> Planes:
         """Reads and writes of n streams, and the contraction behind the last layer."""
-        moved = streams(config.streams, len(layout.sublayers(stage)))
+        sublayers = len(layout.sublayers(stage))
+        moved = streams(config.streams, sublayers, single_pass=self.single_pass)
         return moved.plus(contraction(config.streams), layout.is_last_with_layers(stage))
 
     def panels(self, run: Journal) -> list[Panel]:
@@ -190,7 +106,8 @@ class HyperConnections(Streams):
     """HC (arXiv 2409.19606)."""
 
     options = HcOptions
-    metrics = (*STREAMS, *OF_HC)
+    kernels = "reads and writes of streams; coefficients are PyTorch's"
+    metrics = (*MIXING, *STREAMS, *OF_HC)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> HcProbe:
         """Its coefficients and streams."""
@@ -223,13 +140,30 @@ class HyperConnections(Streams):
         return n * hidden_size * (1 + copies) + n * (n + 4) if config.hc_dynamic else 0
 
 
-class ManifoldHyperConnections(Streams):
-    """mHC (arXiv 2512.24880) in two conventions."""
+class GatedStreams(Streams):
+    """Coefficients from one projection of all streams together, through sigmoids."""
+
+    def coefficients(self, config: ResidualConfig) -> int:
+        """K of a token."""
+        raise NotImplementedError
+
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """All coefficients, the projections they come from, and the mean square."""
+        return 2 * self.coefficients(config) + 1
+
+    def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
+        """With the eps that a None stands for."""
+        return {**super().record(config, depth), "mhc_eps": config.resolved_mhc_eps}
+
+
+class ManifoldHyperConnections(GatedStreams):
+    """mHC (arXiv 2512.24880) in two conventions, and with two other ways to mix."""
 
     summary = "the same, mixing constrained to doubly stochastic matrices"
-    options = MhcOptions
-    libraries = ("liger",)
-    metrics = (*STREAMS, *OF_MHC)
+    options: type = MhcOptions
+    libraries: tuple[str, ...] = ("liger",)
+    kernels = "all, up to four streams; coefficients of more, or of permutations, are PyTorch's"
+    metrics = (*MIXING, *STREAMS, *GATES, *OF_MHC)
 
     def probe(self, config: ResidualConfig, depth: DepthMap | None) -> MhcProbe:
         """Its coefficients and streams."""
@@ -237,33 +171,64 @@ class ManifoldHyperConnections(Streams):
 
         return MhcProbe(self, config, depth)
 
-    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
-        """Gates and a Sinkhorn-normalised matrix."""
-        from megatron_residuals.mechanisms.streams.module import ManifoldHyperConnection
+    def coefficients(self, config: ResidualConfig) -> int:
+        """Gates and the logits of the mixing matrix."""
+        n: int = config.streams
+        return 2 * n + mixing.num_logits(config.mhc_mixing, n)
 
-        return ManifoldHyperConnection(
+    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
+        """Gates and mixing matrix, the projections they come from, and the mean square."""
+        n: int = config.streams
+        return 2 * n + n * n + self.coefficients(config) + 1
+
+    def faults(self, config: ResidualConfig) -> list[str]:
+        """Sums of permutations have one convention, and are of few streams."""
+        faults = super().faults(config)
+        if config.mhc_mixing != "sinkhorn" and config.mhc_convention != "paper":
+            faults.append(
+                f"mhc_mixing is {config.mhc_mixing!r}, which has no eps and no transposed form; "
+                "leave mhc_convention out"
+            )
+        if (fault := mixing.fault(config.mhc_mixing, config.streams)) is not None:
+            faults.append(fault)
+        return faults
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
+        """Gates and a doubly stochastic matrix."""
+        from megatron_residuals.mechanisms.streams import module
+
+        return self._sublayer(module.ManifoldHyperConnection, config, place, place.sublayer)
+
+    def _sublayer(
+        self,
+        kind: type[ManifoldHyperConnection],
+        config: ResidualConfig,
+        place: Place,
+        home_stream: int,
+    ) -> StreamResidual:
+        from megatron_residuals import functional
+
+        plain = config.mhc_mixing == "sinkhorn"
+        return kind(
             place.hidden_size,
             num_streams=config.streams,
-            home_stream=place.sublayer % config.streams,
-            convention=config.mhc_convention,
-            iterations=config.mhc_sinkhorn_iterations,
-            eps=config.resolved_mhc_eps,
+            home_stream=home_stream % config.streams,
+            options=functional.MhcOptions(
+                config.mhc_convention if plain else config.mhc_mixing,
+                config.mhc_sinkhorn_iterations,
+                config.resolved_mhc_eps,
+            ),
             alpha_init=config.mhc_alpha_init,
             initialisation=config.mhc_init,
             kernels=config.kernels,
             device=place.device,
         )
 
-    def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
-        """Gates and mixing matrix, the projections they come from, and the mean square."""
-        n: int = config.streams
-        return 2 * (2 * n + n * n) + 1
-
-    def public_layout(self) -> ModuleType:
+    def public_layout(self) -> PublicLayout:
         """DeepSeek-V4's."""
-        from megatron_residuals.mechanisms.streams import deepseek_v4
+        from megatron_residuals.mechanisms.streams.public import DEEPSEEK_V4
 
-        return deepseek_v4
+        return DEEPSEEK_V4
 
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Liger has four streams and DeepSeek's convention."""
@@ -272,10 +237,109 @@ class ManifoldHyperConnections(Streams):
         without = super().kernel_fault(config)
         return without or liger.fault(config.streams, config.mhc_convention)
 
+
+class IdentityHyperConnections(GatedStreams):
+    """iHC: mHC without mixing (an ablation of mHC, arXiv 2512.24880; Hy4)."""
+
+    summary = "a gated sum of n streams, which are not mixed"
+    options = IhcOptions
+    kernels = "all, up to four streams; coefficients of more are PyTorch's"
+    metrics = (*STREAMS, *GATES)
+
+    def probe(self, config: ResidualConfig, depth: DepthMap | None) -> IdentityProbe:
+        """Its gates and streams."""
+        from megatron_residuals.mechanisms.streams.probe import IdentityProbe
+
+        return IdentityProbe(self, config, depth)
+
+    def coefficients(self, config: ResidualConfig) -> int:
+        """Gates alone."""
+        n: int = config.streams
+        return 2 * n
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
+        """Gates."""
+        from megatron_residuals import functional
+        from megatron_residuals.mechanisms.streams.module import IdentityHyperConnection
+
+        return IdentityHyperConnection(
+            place.hidden_size,
+            num_streams=config.streams,
+            home_stream=place.sublayer % config.streams,
+            options=functional.MhcOptions(
+                "identity", 0, config.resolved_mhc_eps, config.ihc_gate_eps
+            ),
+            alpha_init=config.mhc_alpha_init,
+            initialisation=config.mhc_init,
+            kernels=config.kernels,
+            device=place.device,
+        )
+
+    def public_layout(self) -> PublicLayout:
+        """Hy4's."""
+        from megatron_residuals.mechanisms.streams.public import HY4
+
+        return HY4
+
+
+class SinglePassHyperConnections(ManifoldHyperConnections):
+    """Single-Pass mHC (DeepSeek-V4.1, arXiv 2609.19969)."""
+
+    summary = "mHC's sum with weights that the sublayer before has predicted"
+    options = ManifoldOptions
+    libraries = ()
+    single_pass = True
+
+    def numbers(self, config: ResidualConfig) -> int:
+        """The weights of the next read."""
+        streams: int = config.streams
+        return streams
+
+    def open(self, config: ResidualConfig, embedding: Tensor) -> StreamState:
+        """n copies of the embedding, of which the first is read."""
+        from megatron_residuals.functional.precision import wide_dtype
+
+        state = super().open(config, embedding)
+        shape = state.streams.shape[:-1]
+        reads = embedding.new_zeros(shape, dtype=wide_dtype(embedding))
+        reads[..., 0] = 1.0
+        return state._replace(reads=reads)
+
+    def unpack(self, config: ResidualConfig, payload: Tensor) -> StreamState:
+        """Streams, and the weights behind them."""
+        from megatron_residuals.modules import StreamState
+
+        return StreamState.unpack_with_reads(payload, config.streams)
+
+    def build_sublayer(self, config: ResidualConfig, place: Place) -> StreamResidual:
+        """Gates, of which those for reading are the next sublayer's, and a matrix."""
+        from megatron_residuals.mechanisms.streams import module
+
+        return self._sublayer(module.SinglePassHyperConnection, config, place, place.sublayer + 1)
+
+    def build_head(self, config: ResidualConfig, place: Place) -> ResidualHead[StreamState]:
+        """The last sublayer's weights."""
+        from megatron_residuals.mechanisms.streams.module import SinglePassHead
+
+        return SinglePassHead(config.kernels)
+
+    def head_numbers(self, config: ResidualConfig, reading: Reading) -> int | None:
+        """The weights."""
+        streams: int = config.streams
+        return streams
+
     def record(self, config: ResidualConfig, depth: DepthMap | None) -> Mapping[str, Setting]:
-        """With the eps that the convention fills in."""
-        return {**super().record(config, depth), "mhc_eps": config.resolved_mhc_eps}
+        """With the eps that a None stands for."""
+        return {**config.binding_options(), "mhc_eps": config.resolved_mhc_eps}
+
+    def public_layout(self) -> PublicLayout:
+        """DeepSeek-V4.1's."""
+        from megatron_residuals.mechanisms.streams.public import DEEPSEEK_V41
+
+        return DEEPSEEK_V41
 
 
 HC = HyperConnections("hc")
 MHC = ManifoldHyperConnections("mhc")
+IHC = IdentityHyperConnections("ihc")
+SINGLE_PASS_MHC = SinglePassHyperConnections("single_pass_mhc")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is recorded of HC and mHC, its healthy range, and what to do outside it."""
+"""What is recorded of HC, mHC and iHC, its healthy range, and what to do outside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GROWTH = (
     "amplify"
 )
 
-STREAMS: tuple[Metric, ...] = (
+MIXING: tuple[Metric, ...] = (
     Metric(
         "gain_forward",
         "sublayer",
@@ -62,6 +62,18 @@ STREAMS: tuple[Metric, ...] = (
         advice="streams are averaged in every sublayer and become copies; see stream_cosine",
         per="token",
     ),
+    Metric(
+        "mixing",
+        "sublayer",
+        "max",
+        "mean H_res, row by row: what each new stream takes of each old one (of the tokens of "
+        "composite_forward)",
+        columns="stream pair",
+        advice="near the identity, streams stay apart; near 1/n everywhere, they are averaged",
+    ),
+)
+
+STREAMS: tuple[Metric, ...] = (
     Metric(
         "pre_mean",
         "sublayer",
@@ -115,37 +127,9 @@ STREAMS: tuple[Metric, ...] = (
         columns="stream",
         per="token",
     ),
-    Metric(
-        "mixing",
-        "sublayer",
-        "max",
-        "mean H_res, row by row: what each new stream takes of each old one (of the tokens of "
-        "composite_forward)",
-        columns="stream pair",
-        advice="near the identity, streams stay apart; near 1/n everywhere, they are averaged",
-    ),
 )
 
-OF_MHC: tuple[Metric, ...] = (
-    Metric(
-        "row_error",
-        "sublayer",
-        "max",
-        "largest |row sum - 1| of H_res, averaged over tokens",
-        high=1e-3,
-        advice="rows are normalised last (paper) or first (dsv4): with dsv4 more iterations",
-        per="token",
-    ),
-    Metric(
-        "column_error",
-        "sublayer",
-        "max",
-        "largest |column sum - 1| of H_res, averaged over tokens",
-        high=0.1,
-        advice="Sinkhorn does not converge on such extreme logits: more iterations, lower "
-        "learning rate for the mechanism",
-        per="token",
-    ),
+GATES: tuple[Metric, ...] = (
     Metric(
         "pre_saturated",
         "sublayer",
@@ -183,6 +167,28 @@ OF_MHC: tuple[Metric, ...] = (
         high=5.0,
         advice="as alpha_pre",
         per="step",
+    ),
+)
+
+OF_MHC: tuple[Metric, ...] = (
+    Metric(
+        "row_error",
+        "sublayer",
+        "max",
+        "largest |row sum - 1| of H_res, averaged over tokens",
+        high=1e-3,
+        advice="rows are normalised last (paper) or first (dsv4): with dsv4 more iterations",
+        per="token",
+    ),
+    Metric(
+        "column_error",
+        "sublayer",
+        "max",
+        "largest |column sum - 1| of H_res, averaged over tokens",
+        high=0.1,
+        advice="Sinkhorn does not converge on such extreme logits: more iterations, lower "
+        "learning rate for the mechanism",
+        per="token",
     ),
     Metric(
         "alpha_res",

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-Connections and their manifold-constrained form: one module, two ways to coefficients."""
+"""Hyper-Connections and their constrained forms: one module, several ways to coefficients."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ from megatron_residuals.modules.state import StreamState
 # Biases of mHC, appendix A.6: sigmoid(3) = 0.95 of the home stream, near-identity mixing.
 A6_PRE = 3.0
 A6_RES_DIAGONAL, A6_RES_OFF_DIAGONAL = 3.0, -3.0
+# Logits of permutations other than the identity (mHC-lite and KromHC); that of the identity is 0.
+OTHER_PERMUTATIONS = -8.0
 HC_NORM_EPS = 1e-5
 HC_SCALE_INIT = 0.01
 
 
 class PendingWrite(NamedTuple):
-    """What a read leaves for the write: the streams, and how to read and update them."""
+    """What a read leaves for the write: the streams, and how to read and update them.
+
+    ``reads`` are weights for the next sublayer, where this one predicts them.
+    """
 
     streams: Tensor
     h_pre: Tensor
     h_post: Tensor
-    h_res: Tensor
+    h_res: Tensor | None
+    reads: Tensor | None = None
 
 
 class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
@@ -65,7 +71,7 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
 
     @abstractmethod
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
-        """h_pre, h_post [..., n] and h_res [..., n, n] for streams [..., n, d]."""
+        """h_pre, h_post [..., n] and h_res [..., n, n], or None, for streams [..., n, d]."""
 
     def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
         """``read``: the weighted sum of the streams."""
@@ -79,8 +85,9 @@ class StreamResidual(SublayerResidual[StreamState, PendingWrite]):
 
     def write(self, pending: PendingWrite, output: Tensor) -> StreamState:
         """Streams to be mixed among themselves, with the sublayer's output added to each."""
-        streams, _, h_post, h_res = pending
-        return StreamState(streams, StreamUpdate(streams, output, h_post, h_res), self.kernels)
+        streams, _, h_post, h_res, reads = pending
+        update = StreamUpdate(streams, output, h_post, h_res)
+        return StreamState(streams, update, self.kernels, reads)
 
 
 class HyperConnection(StreamResidual):
@@ -144,11 +151,12 @@ class HyperConnection(StreamResidual):
 class ManifoldHyperConnection(StreamResidual):
     """mHC (arXiv 2512.24880): mixing constrained to (nearly) doubly stochastic matrices.
 
-    Parameters (float32): mapping_weight [2n + n^2, n d] and bias [2n + n^2], ordered pre, post, res
-    row-major; alpha_pre, alpha_post, alpha_res [1].
+    Parameters (float32): mapping_weight [K, n d] and bias [K], ordered pre, post, res (row-major,
+    or a logit for each permutation); alpha_pre, alpha_post, alpha_res [1]. K is 2n + n^2, or what
+    the options come to.
     """
 
-    libraries = ("liger",)
+    libraries: tuple[str, ...] = ("liger",)
 
     def __init__(
         self,
@@ -156,59 +164,111 @@ class ManifoldHyperConnection(StreamResidual):
         *,
         num_streams: int,
         home_stream: int,
-        convention: str,
-        iterations: int,
-        eps: float,
+        options: MhcOptions,
         alpha_init: float,
         initialisation: str,
         kernels: str = "auto",
         device: torch.device | None = None,
     ) -> None:
         super().__init__(kernels)
-        self.num_streams, self.home_stream = num_streams, home_stream
-        self.convention, self.iterations, self.eps = convention, iterations, eps
+        self.num_streams, self.home_stream, self.options = num_streams, home_stream, options
         self.alpha_init, self.initialisation = alpha_init, initialisation
-        columns = 2 * num_streams + num_streams**2
+        columns = sum(options.sizes(num_streams))
         self.mapping_weight = new_parameter(columns, num_streams * hidden_size, device=device)
         self.bias = new_parameter(columns, device=device)
         self.alpha_pre = new_parameter(1, device=device)
         self.alpha_post = new_parameter(1, device=device)
-        self.alpha_res = new_parameter(1, device=device)
+        self.alpha_res = new_parameter(1, device=device) if options.mixes else None
         self.reset_parameters()
+
+    @property
+    def alphas(self) -> list[Tensor]:
+        """The gating factors, that of mixing where streams are mixed."""
+        found = (self.alpha_pre, self.alpha_post, self.alpha_res)
+        return [alpha for alpha in found if alpha is not None]
 
     def reset_parameters(self) -> None:
         """Zero mapping; biases of appendix A.6 (one home stream per sublayer) or all zero."""
         nn.init.zeros_(self.mapping_weight)
         nn.init.zeros_(self.bias)
-        for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
+        for alpha in self.alphas:
             nn.init.constant_(alpha, self.alpha_init)
-        if self.initialisation == "a6":
-            n = self.num_streams
-            with torch.no_grad():
-                self.bias[:n] = -A6_PRE
-                self.bias[self.home_stream] = A6_PRE
-                res = self.bias[2 * n :].view(n, n)
-                res.fill_(A6_RES_OFF_DIAGONAL)
-                res.fill_diagonal_(A6_RES_DIAGONAL)
+        if self.initialisation == "symmetric":
+            return
+        n = self.num_streams
+        with torch.no_grad():
+            self.bias[:n] = -A6_PRE
+            self.bias[self.home_stream] = A6_PRE
+            if self.options.mixes:
+                self._start_mixing(self.bias[2 * n :])
+
+    def _start_mixing(self, bias: Tensor) -> None:
+        """Near the identity."""
+        if sizes := self.options.factors(self.num_streams):
+            for part in bias.split([math.factorial(size) for size in sizes]):
+                part.fill_(OTHER_PERMUTATIONS)
+                part[0] = 0.0
+            return
+        res = bias.view(self.num_streams, self.num_streams)
+        res.fill_(A6_RES_OFF_DIAGONAL)
+        res.fill_diagonal_(A6_RES_DIAGONAL)
 
     def coefficients(self, streams: Tensor) -> StreamCoefficients:
         """Sigmoid gates and a Sinkhorn-normalised mixing matrix from all streams together."""
-        return mhc_coefficients(streams, self._weights(), self._options())
+        return mhc_coefficients(streams, self._weights(), self.options)
 
     def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
         """``read``, with the write that is still to be done and the coefficients in one step."""
         before = state.streams if state.update is None else state.update
         streams, x, h_pre, h_post, h_res = update_and_read(
-            before, self._weights(), self._options(), backend=self.kernels
+            before, self._weights(), self.options, backend=self.kernels
         )
         return x, PendingWrite(streams, h_pre, h_post, h_res)
 
     def _weights(self) -> MhcWeights:
-        alpha = torch.cat((self.alpha_pre, self.alpha_post, self.alpha_res))
-        return MhcWeights(self.mapping_weight, self.bias, alpha)
+        return MhcWeights(self.mapping_weight, self.bias, torch.cat(self.alphas))
 
-    def _options(self) -> MhcOptions:
-        return MhcOptions(self.convention, self.iterations, self.eps)
+
+class IdentityHyperConnection(ManifoldHyperConnection):
+    """iHC: mHC whose streams are not mixed, as Hy4 has it; the options' convention is ``identity``.
+
+    Parameters (float32): mapping_weight [2n, n d] and bias [2n], ordered pre, post; alpha_pre,
+    alpha_post [1].
+    """
+
+    libraries = ()
+
+
+class SinglePassHyperConnection(ManifoldHyperConnection):
+    """mHC that reads with the weights of the sublayer before (DeepSeek-V4.1, arXiv 2609.19969).
+
+    Streams are written, read and projected in one go. Parameters as mHC's; the part pre of a
+    sublayer says how the next one reads, and so does ``home_stream``.
+    """
+
+    libraries = ()
+
+    def forward(self, state: StreamState) -> tuple[Tensor, PendingWrite]:
+        """``read``: with what the state says; what is predicted goes on with the write."""
+        assert state.reads is not None, "the state says how to read"
+        before = state.streams if state.update is None else state.update
+        streams, x, following, h_post, h_res = update_and_read(
+            before, self._weights(), self.options, state.reads, backend=self.kernels
+        )
+        return x, PendingWrite(streams, state.reads, h_post, h_res, following)
+
+
+class SinglePassHead(ResidualHead[StreamState]):
+    """The last sublayer's weights contract the streams."""
+
+    def __init__(self, kernels: str = "auto") -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def close(self, state: StreamState) -> Tensor:
+        """One more read."""
+        assert state.reads is not None, "the state says how to read"
+        return read_streams(state.settled().streams, state.reads, backend=self.kernels)
 
 
 class StreamHead(ResidualHead[StreamState]):
@@ -225,10 +285,12 @@ class StreamHead(ResidualHead[StreamState]):
         num_streams: int,
         contraction: str,
         eps: float,
+        gate_eps: float | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.num_streams, self.contraction, self.eps = num_streams, contraction, eps
+        self.num_streams, self.contraction = num_streams, contraction
+        self.eps, self.gate_eps = eps, gate_eps
         if contraction == "learned":
             self.head_weight = new_parameter(num_streams, num_streams * hidden_size, device=device)
             self.head_bias = new_parameter(num_streams, device=device)
@@ -248,6 +310,11 @@ class StreamHead(ResidualHead[StreamState]):
         streams, weights = state.settled().streams, None
         if self.contraction == "learned":
             weights = mhc_head_weights(
-                streams, self.head_weight, self.head_bias, self.head_scale, eps=self.eps
+                streams,
+                self.head_weight,
+                self.head_bias,
+                self.head_scale,
+                eps=self.eps,
+                gate_eps=self.gate_eps,
             )
         return contract_streams(streams, self.contraction, weights)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, megatron_residuals contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""HC and mHC, looked at while they run."""
+"""Streams, looked at while they run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class StreamProbe(Probe):
     Attributes:
         gates: names of the metrics that are parameters of the gates, in their order.
         sigmoids: whether reading and writing are bounded by sigmoids.
+        mixes: whether streams are mixed by a matrix.
     """
 
     gates: tuple[str, ...] = ()
     sigmoids: bool = False
+    mixes: bool = True
 
     def shapes(self, num_sublayers: int) -> dict[str, tuple[int, ...]]:
         """Also the squares of the streams, and whole mixing matrices."""
         n = self.config.streams
-        return {
-            **super().shapes(num_sublayers),
-            "stream_square": (num_sublayers, n),
-            "matrix_tokens": (num_sublayers,),
-            "matrices": (num_sublayers, COMPOSITE_TOKENS, n, n),
-        }
+        found = {**super().shapes(num_sublayers), "stream_square": (num_sublayers, n)}
+        if self.mixes:
+            found["matrix_tokens"] = (num_sublayers,)
+            found["matrices"] = (num_sublayers, COMPOSITE_TOKENS, n, n)
+        return found
 
     @property
     def _summed(self) -> set[str]:
@@ -49,31 +50,35 @@ class StreamProbe(Probe):
         return (self.config.streams,) if name in ("read_weights", "write_weights") else ()
 
     def look(self, module: Any, state: Any, pending: Any) -> Looked:
-        """pre, post [S, n], res [S, n, n], gram [S, n, n] of the streams over their width."""
+        """pre, post [S, n], gram [S, n, n] of the streams over their width, and res [S, n, n]."""
         if pending is None:
             return {}
         streams = sample_tokens(pending.streams, 2)
-        return {
+        found = {
             "pre": sample_tokens(pending.h_pre, 1).clone(),
             "post": sample_tokens(pending.h_post, 1).clone(),
-            "res": sample_tokens(pending.h_res, 2).clone(),
             "gram": torch.matmul(streams, streams.mT) / streams.shape[-1],
         }
+        if self.mixes:
+            found["res"] = sample_tokens(pending.h_res, 2).clone()
+        return found
 
     def sums(self, looked: Looked) -> Looked:
         """Every field of streams but the parameters and the matrices."""
-        pre, post, res, gram = (looked[name] for name in ("pre", "post", "res", "gram"))
+        pre, post, gram = (looked[name] for name in ("pre", "post", "gram"))
         found = {
-            "gain_forward": statistics.row_gain(res),
-            "gain_backward": statistics.column_gain(res),
-            "row_error": statistics.row_error(res),
-            "column_error": statistics.column_error(res),
-            "diagonal": statistics.mean_diagonal(res),
             "read_weights": pre,
             "write_weights": post,
             "stream_square": gram.diagonal(dim1=-2, dim2=-1),
             "stream_cosine": statistics.mean_cosine(gram),
         }
+        if self.mixes:
+            res = looked["res"]
+            found["gain_forward"] = statistics.row_gain(res)
+            found["gain_backward"] = statistics.column_gain(res)
+            found["row_error"] = statistics.row_error(res)
+            found["column_error"] = statistics.column_error(res)
+            found["diagonal"] = statistics.mean_diagonal(res)
         if self.sigmoids:
             found["pre_saturated"] = statistics.saturated_share(pre)
             found["post_saturated"] = statistics.saturated_share(post / 2)
@@ -90,6 +95,8 @@ class StreamProbe(Probe):
 
     def whole(self, looked: Looked) -> Looked:
         """Mixing matrices of a few tokens, and how many."""
+        if not self.mixes:
+            return {}
         res = looked["res"]
         res = res[:, :: -(-res.shape[1] // COMPOSITE_TOKENS)]
         count = res.new_full((len(res),), res.shape[1])
@@ -101,6 +108,8 @@ class StreamProbe(Probe):
         yield "pre_mean", per_token("read_weights").mean(-1)
         yield "post_mean", per_token("write_weights").mean(-1)
         yield "stream_rms", per_token("stream_square").sqrt()
+        if not self.mixes:
+            return
         matrices = total("matrices")[:, : int(total("matrix_tokens").min().item())]
         yield "mixing", matrices.mean(1).flatten(1)
         yield from zip(
@@ -128,11 +137,16 @@ class HcProbe(StreamProbe):
 class MhcProbe(StreamProbe):
     """Sigmoid gates."""
 
-    gates = ("alpha_pre", "alpha_post", "alpha_res")
+    gates: tuple[str, ...] = ("alpha_pre", "alpha_post", "alpha_res")
     sigmoids = True
 
     def gate_values(self, module: Any) -> Tensor | None:
-        """The three alphas of a sublayer."""
-        if not hasattr(module, "alpha_pre"):
-            return None
-        return torch.cat((module.alpha_pre, module.alpha_post, module.alpha_res))
+        """The alphas of a sublayer."""
+        return torch.cat(module.alphas) if hasattr(module, "alphas") else None
+
+
+class IdentityProbe(MhcProbe):
+    """Without what is of the mixing."""
+
+    gates = ("alpha_pre", "alpha_post")
+    mixes = False

@@ -22,7 +22,27 @@ CASES = [
 ]
 CASES += [BoundaryCase(4, 100, (5,)), BoundaryCase(2, 7, (3, 0)), BoundaryCase(4, 7, (2, 2, 3))]
 CASES += [BoundaryCase(4, 9, (6,), convention, iterations=1) for convention in ("paper", "dsv4")]
+CASES += [
+    BoundaryCase(n, 7, (2, 3), "identity", updates, gate_eps=1e-3)
+    for n, updates in ((1, True), (4, True), (4, False), (8, True))
+]
+CASES += [
+    BoundaryCase(n, 7, (2, 3), convention, updates)
+    for n, convention, updates in (
+        (1, "permutations", True),
+        (3, "permutations", True),
+        (4, "permutations", False),
+        (1, "kronecker", True),
+        (4, "kronecker", True),
+        (6, "kronecker", False),
+    )
+]
+CASES += [
+    BoundaryCase(n, 7, (2, 3), convention, updates, reads=True)
+    for n, convention, updates in ((1, "paper", True), (4, "dsv4", True), (3, "paper", False))
+]
 FEW = [BoundaryCase(4, 7, (2, 3)), BoundaryCase(4, 7, (2, 3), "dsv4", False)]
+FEW += [BoundaryCase(3, 7, (2, 3), "identity")]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 few_cases = pytest.mark.parametrize("case", FEW, ids=str)
@@ -80,7 +100,7 @@ def test_autocast_around_either_pass_changes_nothing(case: BoundaryCase, inside:
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     with torch.autocast("cpu", torch.bfloat16, enabled=inside != "backward"):
         found = case.run(*leaves)
-    values = (found.streams, found.x, found.h_post, found.h_res)
+    values = case.trained(found)
     with torch.autocast("cpu", torch.bfloat16, enabled=inside != "forward"):
         torch.autograd.backward(values, case.cotangents(values, torch.float32))
     for mine, theirs in zip((*values, found.h_pre), expected[0], strict=True):
@@ -112,7 +132,7 @@ def test_frozen_inputs_get_no_gradient_and_change_nobody_elses(case: BoundaryCas
     for frozen in range(len(tensors)):
         leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate(tensors)]
         found = case.run(*leaves)
-        values = (found.streams, found.x, found.h_post, found.h_res)
+        values = case.trained(found)
         torch.autograd.backward(values, case.cotangents(values, torch.float64))
         assert leaves[frozen].grad is None
         for i, gradient in enumerate(full):
@@ -131,16 +151,16 @@ def test_hooks_on_every_edge_see_the_true_partial_gradient(case: BoundaryCase) -
         # the streams as they go on from here: they are also what x and the others come from
         onward = between.streams.view_as(between.streams)
         found: list[Tensor] = []
-        for value in (onward, between.x, between.h_post, between.h_res):
+        for value in (onward, *case.trained(between)[1:]):
             value.register_hook(found.append)
         update = StreamUpdate(onward, between.x.sin(), between.h_post, between.h_res)
         package = kernels if function == first.run else functional
         options = MhcOptions(case.convention, 3, 1e-2)
         after = package.update_and_read(update, MhcWeights(*leaves[4:]), options)
-        values = (after.streams, after.x, after.h_post, after.h_res)
+        values = case.trained(after)
         torch.autograd.backward(values, case.cotangents(values, torch.float64))
         seen.append(sorted(found, key=lambda gradient: tuple(gradient.shape)))
-    assert len(seen[0]) == 4 and max(errors(*seen)) <= 1e-12
+    assert len(seen[0]) == 3 + case.options.mixes and max(errors(*seen)) <= 1e-12
 
 
 @few_cases
@@ -164,7 +184,7 @@ def test_kept_are_references_and_a_few_numbers_per_token(
         t.untyped_storage().nbytes() // t.element_size() for p, t in extra.items() if p not in own
     )
     n, tokens = case.n, case.lead[0] * case.lead[1]
-    assert numbers == tokens * (n + 2 * n + n * n + 1)
+    assert numbers == tokens * (n + sum(case.options.sizes(n)) + 1)
     assert not [v for v in vars(found.x.grad_fn).values() if isinstance(v, Tensor)]
 
 

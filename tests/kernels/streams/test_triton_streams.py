@@ -83,22 +83,26 @@ def test_values_and_gradients_are_those_of_the_specification(
 
 
 @pytest.mark.usefixtures("spy")
+@pytest.mark.parametrize("shifted", [False, True], ids=["mhc", "single-pass"])
 @pytest.mark.parametrize(("n", "updates"), [(4, True), (4, False), (5, True)])
-def test_the_operators_keep_their_promises_to_compilers(n: int, updates: bool) -> None:
+def test_the_operators_keep_their_promises_to_compilers(
+    n: int, updates: bool, shifted: bool
+) -> None:
     """Schemas, shapes of the fakes, no aliases."""
     case = BoundaryCase(n, 20, (6,), updates=updates)
     streams, *others = (tensor.to(DEVICE) for tensor in case.tensors(torch.float32))
     output, h_post, h_res, *weights = others
-    update, options = [streams, output, h_post, h_res], ("paper", 3, 1e-6)
+    update, options = [streams, output, h_post, h_res], ("paper", 3, 1e-6, None)
     check = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     before = update if updates else [streams]
-    arguments = (before, weights, *options)
+    arguments = (before, weights, h_post if shifted else None, *options)
     check(operators.update_and_read, arguments)
     *written, x, h_pre, new_post, new_res, mixes = operators.update_and_read(*arguments)
     gradients, kept = [streams, x, h_pre, new_post, new_res], [*written, h_pre, mixes]
     before = update if updates else []
     kept = kept if updates else [streams, *kept]
-    check(operators.update_and_read_backward, (gradients, kept, before, weights, *options))
+    arguments = (gradients, kept, before, weights, shifted, *options)
+    check(operators.update_and_read_backward, arguments)
     check(operators.read_streams, (streams, h_post))
     check(operators.read_streams_backward, (x, streams, h_post))
     check(operators.write_streams, (update,))

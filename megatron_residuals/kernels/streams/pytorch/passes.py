@@ -21,6 +21,7 @@ from megatron_residuals.kernels.streams.pytorch.coefficients import (
     gate,
     gate_slopes,
     mixes_backward,
+    tokens_first,
     tokens_last,
     update_coefficients,
     update_coefficients_backward,
@@ -70,21 +71,25 @@ def read_streams_backward(
 
 def write_streams(update: StreamUpdate) -> Tensor:
     """sum_i h_res[j, i] streams[i] + h_post[j] output.    -> [T, n, d]"""
-    result, scratch = torch.empty_like(update.streams), Scratch(update.h_res.dtype)
+    result, scratch = torch.empty_like(update.streams), Scratch(update.h_post.dtype)
     for chunk in chunks(result):
         _write_chunk(_part(update, chunk), result[chunk], scratch)
     return result
 
 
 def _part(update: StreamUpdate, chunk: slice) -> StreamUpdate:
-    return StreamUpdate(*[each[chunk] for each in update])
+    return update.each(lambda tensor: tensor[chunk])
 
 
 def _write_chunk(update: StreamUpdate, result: Tensor, scratch: Scratch) -> Tensor:
     """The result as well before it is rounded."""
     streams = scratch.wide("streams", update.streams)
     output = scratch.wide("output", update.output)
-    wide = torch.bmm(update.h_res, streams, out=scratch.target("wide", result))
+    wide = scratch.target("wide", result)
+    if update.h_res is None:
+        wide.copy_(streams)
+    else:
+        torch.bmm(update.h_res, streams, out=wide)
     wide.baddbmm_(update.h_post.unsqueeze(2), output.unsqueeze(1))
     scratch.store(result, wide)
     return wide
@@ -92,7 +97,7 @@ def _write_chunk(update: StreamUpdate, result: Tensor, scratch: Scratch) -> Tens
 
 def write_streams_backward(gradient: Tensor, update: StreamUpdate) -> StreamUpdate:
     """Gradients of all that a write takes, from that of the streams behind it [T, n, d]."""
-    scratch = Scratch(update.h_res.dtype)
+    scratch = Scratch(update.h_post.dtype)
     backward = _WriteBackward(update, scratch)
     for chunk in chunks(gradient):
         backward.add(chunk, scratch.wide("gradient", gradient[chunk]))
@@ -104,26 +109,32 @@ class _WriteBackward:
 
     def __init__(self, update: StreamUpdate, scratch: Scratch) -> None:
         self._update, self._scratch = update, scratch
-        self.gradients = StreamUpdate(*map(torch.empty_like, update))
+        self.gradients = update.each(torch.empty_like)
 
     def add(self, chunk: slice, gradient: Tensor) -> None:
         """The gradient of the streams behind the write, for some tokens; all chunks once."""
         scratch, update = self._scratch, _part(self._update, chunk)
         found = _part(self.gradients, chunk)
         output = scratch.wide("output", update.output)
-        streams = scratch.wide("streams", update.streams)
         found.h_post.copy_(torch.bmm(gradient, output.unsqueeze(2)).squeeze(2))
-        found.h_res.copy_(torch.bmm(gradient, streams.transpose(1, 2)))
         target = scratch.target("output", found.output)
         torch.bmm(update.h_post.unsqueeze(1), gradient, out=target.unsqueeze(1))
         scratch.store(found.output, target)
+        if update.h_res is None or found.h_res is None:
+            found.streams.copy_(gradient)
+            return
+        streams = scratch.wide("streams", update.streams)
+        found.h_res.copy_(torch.bmm(gradient, streams.transpose(1, 2)))
         target = scratch.target("streams", found.streams)
         torch.bmm(update.h_res.transpose(1, 2), gradient, out=target)
         scratch.store(found.streams, target)
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None,
 ) -> tuple[StreamRead, Tensor]:
     """Writes (unless given just the streams), projects and reads in one pass over the streams."""
     update = before if isinstance(before, StreamUpdate) else None
@@ -144,9 +155,9 @@ def update_and_read(
             wide = scratch.wide("wide", part)
         project(wide.flatten(1), weights.mapping, mixes[:, chunk])
         h_pre[chunk] = gate(mixes[:, chunk], weights, n, options).t()
-        _read_chunk(wide, h_pre[chunk], x[chunk], scratch)
-    h_post, h_res = update_coefficients(mixes, weights, n, options)
-    return StreamRead(written, x, h_pre, h_post.t(), h_res.permute(2, 0, 1)), mixes
+        _read_chunk(wide, (h_pre if reads is None else reads)[chunk], x[chunk], scratch)
+    rest = tokens_first(*update_coefficients(mixes, weights, n, options))
+    return StreamRead(written, x, h_pre, *rest), mixes
 
 
 def project(flat: Tensor, mapping: Tensor, mixes: Tensor) -> None:
@@ -161,7 +172,9 @@ def update_and_read_backward(
     update: StreamUpdate | None,
     weights: MhcWeights,
     options: MhcOptions,
-) -> tuple[StreamUpdate | Tensor, MhcWeights]:
+    *,
+    reads: bool,
+) -> tuple[StreamUpdate | Tensor, MhcWeights, Tensor]:
     """The gradient of a chunk's streams is formed, used for all that it gives, and forgotten."""
     streams, h_pre, mixes = kept
     n = streams.shape[1]
@@ -174,12 +187,16 @@ def update_and_read_backward(
         mixes, *tokens_last(gradients.h_post, gradients.h_res), weights, options
     )
     d_logits[:n] = gate_slopes(mixes, weights, n, options)
+    if reads:
+        d_logits[:n].mul_(gradients.h_pre.t())
+    d_read = torch.empty_like(h_pre)
     for chunk in chunks(streams):
         wide = scratch.wide("written", streams[chunk])
         d_x = scratch.wide("read", gradients.x[chunk])
-        d_pre = torch.bmm(wide, d_x.unsqueeze(2)).squeeze(2)
-        d_logits[:n, chunk].mul_(d_pre.t())
-        d_mixes = mixes_backward(d_logits[:, chunk], mixes[:, chunk], weights, options.eps)
+        torch.bmm(wide, d_x.unsqueeze(2), out=d_read[chunk].unsqueeze(2))
+        if not reads:
+            d_logits[:n, chunk].mul_(d_read[chunk].t())
+        d_mixes = mixes_backward(d_logits[:, chunk], mixes[:, chunk], weights, n, options.eps)
         d_mapping.addmm_(d_mixes[:-1], wide.flatten(1))
         g = scratch.new("gradient", wide)
         torch.mm(d_mixes[:-1].t(), weights.mapping, out=g.flatten(1))
@@ -190,5 +207,5 @@ def update_and_read_backward(
             backward.add(chunk, g)
         elif isinstance(before, Tensor):
             before[chunk].copy_(g)
-    d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, options.eps)
-    return before, MhcWeights(d_mapping, d_bias, d_alpha)
+    d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, n, options.eps)
+    return before, MhcWeights(d_mapping, d_bias, d_alpha), d_read

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_residuals.functional.streams import MhcOptions, MhcWeights, StreamRead, StreamUpdate
 from megatron_residuals.kernels.streams.contract import Kept
 from megatron_residuals.kernels.streams.triton import operators
+from megatron_residuals.kernels.streams.triton.operators import present
 
 
 def read_streams(streams: Tensor, h_pre: Tensor) -> Tensor:
@@ -30,21 +31,24 @@ def read_streams_backward(
 
 def write_streams(update: StreamUpdate) -> Tensor:
     """As the contract says."""
-    written: Tensor = operators.write_streams(list(update))
+    written: Tensor = operators.write_streams(present(update))
     return written
 
 
 def write_streams_backward(gradient: Tensor, update: StreamUpdate) -> StreamUpdate:
     """As the contract says."""
-    return StreamUpdate(*operators.write_streams_backward(gradient, list(update)))
+    return StreamUpdate(*operators.write_streams_backward(gradient, present(update)))
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None,
 ) -> tuple[StreamRead, Tensor]:
     """As the contract says."""
-    tensors = list(before) if isinstance(before, StreamUpdate) else [before]
-    *found, mixes = operators.update_and_read(tensors, list(weights), *options)
+    tensors = present(before) if isinstance(before, StreamUpdate) else [before]
+    *found, mixes = operators.update_and_read(tensors, list(weights), reads, *options)
     streams = [] if isinstance(before, StreamUpdate) else [before]
     return StreamRead(*streams, *found), mixes
 
@@ -55,9 +59,12 @@ def update_and_read_backward(
     update: StreamUpdate | None,
     weights: MhcWeights,
     options: MhcOptions,
-) -> tuple[StreamUpdate | Tensor, MhcWeights]:
+    *,
+    reads: bool,
+) -> tuple[StreamUpdate | Tensor, MhcWeights, Tensor]:
     """As the contract says."""
-    *before, mapping, bias, alpha = operators.update_and_read_backward(
-        list(gradients), list(kept), list(update or ()), list(weights), *options
+    *before, mapping, bias, alpha, d_read = operators.update_and_read_backward(
+        present(gradients), list(kept), present(update or ()), list(weights), reads, *options
     )
-    return before[0] if update is None else StreamUpdate(*before), MhcWeights(mapping, bias, alpha)
+    d_before = before[0] if update is None else StreamUpdate(*before)
+    return d_before, MhcWeights(mapping, bias, alpha), d_read

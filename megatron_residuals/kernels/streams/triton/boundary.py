@@ -4,7 +4,8 @@
 
 Up to four streams the projection is part of the passes over the planes: 3n + 2 planes forward and
 5n + 4 backward. More have too many coefficients for that; their projections are plain matrix
-products, and their coefficients those of plain PyTorch.
+products, and their coefficients those of plain PyTorch. So are those of sums of permutations. With
+the weights of the read given (Single-Pass mHC) it is part of the first pass: 2n + 2 planes forward.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_residuals.kernels.streams.pytorch.coefficients import (
     gate,
     gate_slopes,
     mixes_backward,
+    tokens_first,
     tokens_last,
     update_coefficients,
     update_coefficients_backward,
@@ -34,26 +36,38 @@ from megatron_residuals.kernels.streams.triton import launches
 from megatron_residuals.kernels.streams.triton.tiles import MAX_FUSED_STREAMS
 
 
-def mixes_shape(tokens: int, num_streams: int) -> tuple[int, int]:
-    """Of what is kept of the projections: as the kernels, or as plain PyTorch have them."""
-    columns = 2 * num_streams + num_streams**2
-    fused = num_streams <= MAX_FUSED_STREAMS
+def is_fused(num_streams: int, options: MhcOptions) -> bool:
+    """Whether kernels project and compute the coefficients."""
+    return num_streams <= MAX_FUSED_STREAMS and not options.factors(num_streams)
+
+
+def mixes_shape(
+    tokens: int, num_streams: int, columns: int, options: MhcOptions
+) -> tuple[int, int]:
+    """Of what is kept of K projections: as the kernels, or as plain PyTorch have them."""
+    fused = is_fused(num_streams, options)
     return (tokens, columns + 1) if fused else (columns + 1, tokens)
 
 
 def update_and_read(
-    before: StreamUpdate | Tensor, weights: MhcWeights, options: MhcOptions
+    before: StreamUpdate | Tensor,
+    weights: MhcWeights,
+    options: MhcOptions,
+    reads: Tensor | None,
 ) -> tuple[StreamRead, Tensor]:
     """As the contract says; of streams alone, these streams."""
     n = (before.streams if isinstance(before, StreamUpdate) else before).shape[1]
-    if n <= MAX_FUSED_STREAMS:
-        written, partial = launches.write_and_mix(before, weights.mapping)
+    if is_fused(n, options):
+        written, partial, x = launches.write_and_mix(before, weights.mapping, reads)
         found, mixes = launches.coefficients(partial, weights, n, options)
+        if reads is not None:
+            return StreamRead(written, x, *found), mixes
     else:
         written = launches.write(before) if isinstance(before, StreamUpdate) else before
         mixes = _mixes(written, weights)
         found = _coefficients(mixes, weights, n, options)
-    return StreamRead(written, launches.read(written, found.h_pre), *found), mixes
+    x = launches.read(written, found.h_pre if reads is None else reads)
+    return StreamRead(written, x, *found), mixes
 
 
 def _mixes(written: Tensor, weights: MhcWeights) -> Tensor:
@@ -67,10 +81,9 @@ def _coefficients(
     mixes: Tensor, weights: MhcWeights, num_streams: int, options: MhcOptions
 ) -> StreamCoefficients:
     h_pre = gate(mixes, weights, num_streams, options)
-    h_post, h_res = update_coefficients(mixes, weights, num_streams, options)
-    return StreamCoefficients(
-        h_pre.t().contiguous(), h_post.t().contiguous(), h_res.permute(2, 0, 1).contiguous()
-    )
+    h_post, h_res = tokens_first(*update_coefficients(mixes, weights, num_streams, options))
+    mixing = None if h_res is None else h_res.contiguous()
+    return StreamCoefficients(h_pre.t().contiguous(), h_post.contiguous(), mixing)
 
 
 def update_and_read_backward(
@@ -79,13 +92,16 @@ def update_and_read_backward(
     update: StreamUpdate | None,
     weights: MhcWeights,
     options: MhcOptions,
-) -> tuple[StreamUpdate, MhcWeights]:
+    *,
+    reads: bool,
+) -> tuple[StreamUpdate, MhcWeights, Tensor]:
     """As the contract says; without an update, the record has the streams' gradient alone."""
     streams, h_pre, mixes = kept
     d_streams, d_x = gradients.streams, gradients.x
-    d_pre = launches.products(d_x, streams, mixes.dtype)
+    d_read = launches.products(d_x, streams, mixes.dtype)
+    d_pre = gradients.h_pre if reads else d_read
     d_coefficients = StreamCoefficients(d_pre, gradients.h_post, gradients.h_res)
-    if streams.shape[1] <= MAX_FUSED_STREAMS:
+    if is_fused(streams.shape[1], options):
         carry, d_bias, d_alpha = launches.coefficients_backward(
             mixes, weights, d_coefficients, options
         )
@@ -93,12 +109,13 @@ def update_and_read_backward(
         before, d_mapping = launches.streams_backward(d_streams, read, update, streams)
     else:
         d_logits = _logits_backward(mixes, weights, d_coefficients, options)
-        d_mixes = mixes_backward(d_logits, mixes, weights, options.eps)
-        d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, options.eps)
+        n = streams.shape[1]
+        d_mixes = mixes_backward(d_logits, mixes, weights, n, options.eps)
+        d_bias, d_alpha = bias_and_alpha_backward(d_logits, mixes, weights, n, options.eps)
         d_streams, d_mapping = _through_projection(d_streams, streams, d_mixes, weights)
         read = launches.ReadGradient(d_x, h_pre)
         before, _ = launches.streams_backward(d_streams, read, update, streams)
-    return before, MhcWeights(d_mapping, d_bias, d_alpha)
+    return before, MhcWeights(d_mapping, d_bias, d_alpha), d_read
 
 
 def _logits_backward(

@@ -32,43 +32,49 @@ from megatron_residuals.kernels.streams.triton.passes_backward import streams_ba
 
 def write(update: StreamUpdate) -> Tensor:
     """The streams behind a write."""
-    return _write_and_mix(update, None)[0]
+    return write_and_mix(update, None)[0]
 
 
-def write_and_mix(before: StreamUpdate | Tensor, mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """The streams behind a write (those given if there is none), and their partial mixes."""
-    return _write_and_mix(before, mapping)
+def write_and_mix(
+    before: StreamUpdate | Tensor, mapping: Tensor | None, reads: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The streams behind a write (those given if there is none), their partial mixes, their read.
 
-
-def _write_and_mix(before: StreamUpdate | Tensor, mapping: Tensor | None) -> tuple[Tensor, Tensor]:
+    The read is empty without ``reads`` [T, n], its weights, and the mixes are without a mapping.
+    """
     updates, mixes = isinstance(before, StreamUpdate), mapping is not None
     streams, *update = before if isinstance(before, StreamUpdate) else (before, None, None, None)
     tokens, n, d = streams.shape
     tile = tiles.write_tile(n, d, updates=updates)
     split = tiles.split_channels(tile, d)
-    splits, columns = ceil_div(d, split), 2 * n + n * n
+    splits, columns = ceil_div(d, split), 0 if mapping is None else mapping.shape[0]
     written = torch.empty_like(streams) if updates else streams
     partial = streams.new_empty(splits if mixes else 0, tokens, columns + 1, dtype=torch.float32)
+    read = streams.new_empty(0 if reads is None else tokens, d)
     if tokens:
         operand = None if mapping is None else _operand(mapping, streams.dtype)
         write_and_mix_kernel[(ceil_div(tokens, tile.tokens), splits)](
             streams,
             *update,
             operand,
+            reads,
             written if updates else None,
             partial if mixes else None,
+            None if reads is None else read,
             tokens,
             N=n,
             D=d,
             K=columns,
             SPLIT=split,
             UPDATE=updates,
+            RES=update[-1] is not None,
             MIX=mixes,
+            READ=reads is not None,
             BK=_padded(columns) if mixes else 16,
             HALVES=_halves(operand),
             **tile.options,
         )
-    return written, partial
+    return written, partial, read
 
 
 def _padded(columns: int) -> int:
@@ -124,7 +130,8 @@ def coefficients(
     """All coefficients from partial mixes [splits, T, K + 1], and the mixes [T, K + 1]."""
     n, (splits, tokens, columns) = num_streams, partial.shape
     mixes, h_pre = partial.new_empty(tokens, columns), partial.new_empty(tokens, n)
-    h_post, h_res = torch.empty_like(h_pre), partial.new_empty(tokens, n, n)
+    h_post = torch.empty_like(h_pre)
+    h_res = partial.new_empty(tokens, n, n) if options.mixes else None
     if tokens:
         coefficients_kernel[(ceil_div(tokens, tiles.COEFFICIENT_TOKENS),)](
             partial,
@@ -148,7 +155,8 @@ def coefficients_backward(
     (tokens, columns), n = mixes.shape, gradients.h_pre.shape[1]
     programs = ceil_div(tokens, tiles.COEFFICIENT_TOKENS)
     carry = torch.empty_like(mixes)
-    partial = mixes.new_empty(programs, columns + 2)
+    alphas = weights.alpha.shape[0]
+    partial = mixes.new_empty(programs, columns - 1 + alphas)
     sums = mixes.new_empty(max(options.iterations - 1, 1) * 2 * n, tokens)
     if tokens:
         coefficients_backward_kernel[(programs,)](
@@ -162,7 +170,7 @@ def coefficients_backward(
             tokens,
             **_sizes(weights, n, options),
         )
-    return carry, partial[:, :-3].sum(0), partial[:, -3:].sum(0)
+    return carry, partial[:, :-alphas].sum(0), partial[:, -alphas:].sum(0)
 
 
 def _sizes(weights: MhcWeights, num_streams: int, options: MhcOptions) -> dict[str, int | float]:
@@ -172,8 +180,10 @@ def _sizes(weights: MhcWeights, num_streams: int, options: MhcOptions) -> dict[s
         D=weights.mapping.shape[1] // num_streams,
         ITERATIONS=options.iterations,
         DSV4=options.is_dsv4,
+        RES=options.mixes,
         NORM_EPS=options.eps,
         EPS=options.step_eps,
+        POST_EPS=options.post_eps,
         BT=tiles.COEFFICIENT_TOKENS,
         num_warps=tiles.COEFFICIENT_WARPS,
     )
@@ -202,15 +212,17 @@ def streams_backward(
     theirs. What there is no update or mapping for is empty.
     """
     tokens, n, d = like.shape
-    columns, mix = 2 * n + n * n, read is not None and read.mapping is not None
+    mix = read is not None and read.mapping is not None
+    columns = read.mapping.shape[0] if read is not None and read.mapping is not None else 0
+    mixes = update is not None and update.h_res is not None
     tile = tiles.backward_tile(n, d, like.dtype)
     slices = ceil_div(d, tile.channels)
     groups = ceil_div(tokens, tiles.GROUP_STEPS * tile.tokens)
     d_streams = torch.empty_like(like)
     d_output = like.new_empty((tokens, d) if update else 0)
     wide = torch.empty(0, dtype=torch.float32, device=like.device)
-    shares = wide.new_empty(slices, tokens if update else 0, n + n * n)
-    d_mapping = wide.new_empty(groups, columns if mix else 0, n * d)
+    shares = wide.new_empty(slices, tokens if update else 0, n + mixes * n * n)
+    d_mapping = wide.new_empty(groups, columns, n * d)
     if tokens:
         d_x, h_pre, carry, mapping, streams = read or (None,) * 5
         operand = None if mapping is None else _operand(mapping, like.dtype)
@@ -234,6 +246,7 @@ def streams_backward(
             READ=read is not None,
             MIX=mix,
             UPDATE=update is not None,
+            RES=mixes,
             STEPS=tiles.GROUP_STEPS,
             BT=tile.tokens,
             BC=tile.channels,
@@ -242,5 +255,6 @@ def streams_backward(
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
-    d_post, d_res = shares[..., :n].sum(0), shares[..., n:].sum(0)
-    return StreamUpdate(d_streams, d_output, d_post, d_res.view(-1, n, n)), d_mapping.sum(0)
+    d_post = shares[..., :n].sum(0)
+    d_res = shares[..., n:].sum(0).view(-1, n, n) if mixes else None
+    return StreamUpdate(d_streams, d_output, d_post, d_res), d_mapping.sum(0)

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom operators around the launches.
 
-Shapes are those of the contract; a list holds the values of a record. An operator's results are
-never views of its arguments.
+Shapes are those of the contract; a list holds the values of a record, less the h_res that is None.
+An operator's results are never views of its arguments.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,6 +17,11 @@ from megatron_residuals.functional.streams import MhcOptions, MhcWeights, Stream
 from megatron_residuals.kernels.common.triton import custom_operator
 from megatron_residuals.kernels.streams.contract import Kept
 from megatron_residuals.kernels.streams.triton import boundary, launches
+
+
+def present(record: Iterable[Tensor | None]) -> list[Tensor]:
+    """The tensors of a record."""
+    return [each for each in record if each is not None]
 
 
 @custom_operator("read_streams(Tensor streams, Tensor h_pre) -> Tensor")
@@ -60,7 +67,7 @@ def _(update: list[Tensor]) -> Tensor:
 def write_streams_backward(gradient: Tensor, update: list[Tensor]) -> list[Tensor]:
     """Gradients of the update."""
     given = StreamUpdate(*update)
-    return list(launches.streams_backward(gradient, None, given, given.streams)[0])
+    return present(launches.streams_backward(gradient, None, given, given.streams)[0])
 
 
 @write_streams_backward.register_fake
@@ -69,55 +76,74 @@ def _(gradient: Tensor, update: list[Tensor]) -> list[Tensor]:
 
 
 @custom_operator(
-    "update_and_read(Tensor[] before, Tensor[] weights, "
-    "str convention, int iterations, float eps) -> Tensor[]"
+    "update_and_read(Tensor[] before, Tensor[] weights, Tensor? reads, "
+    "str convention, int iterations, float eps, float? gate_eps) -> Tensor[]"
 )
 def update_and_read(
-    before: list[Tensor], weights: list[Tensor], convention: str, iterations: int, eps: float
+    before: list[Tensor],
+    weights: list[Tensor],
+    reads: Tensor | None,
+    convention: str,
+    iterations: int,
+    eps: float,
+    gate_eps: float | None,
 ) -> list[Tensor]:
     """``StreamRead``, then the mixes; without the streams where ``before`` is streams alone."""
     updates = len(before) > 1
     found, mixes = boundary.update_and_read(
         StreamUpdate(*before) if updates else before[0],
         MhcWeights(*weights),
-        MhcOptions(convention, iterations, eps),
+        MhcOptions(convention, iterations, eps, gate_eps),
+        reads,
     )
-    return [*(found if updates else found[1:]), mixes]
+    return [*present(found if updates else found[1:]), mixes]
 
 
 @update_and_read.register_fake
 def _(
-    before: list[Tensor], weights: list[Tensor], convention: str, iterations: int, eps: float
+    before: list[Tensor],
+    weights: list[Tensor],
+    reads: Tensor | None,
+    convention: str,
+    iterations: int,
+    eps: float,
+    gate_eps: float | None,
 ) -> list[Tensor]:
     streams, mapping = before[0], weights[0]
     tokens, n, d = streams.shape
     written = [torch.empty_like(streams)] if len(before) > 1 else []
-    shapes = (tokens, n), (tokens, n), (tokens, n, n), boundary.mixes_shape(tokens, n)
+    options = MhcOptions(convention, iterations, eps, gate_eps)
+    shapes = [(tokens, n), (tokens, n), *[(tokens, n, n)] * options.mixes]
+    shapes.append(boundary.mixes_shape(tokens, n, mapping.shape[0], options))
     return [*written, streams.new_empty(tokens, d), *map(mapping.new_empty, shapes)]
 
 
 @custom_operator(
     "update_and_read_backward(Tensor[] gradients, Tensor[] kept, Tensor[] update, "
-    "Tensor[] weights, str convention, int iterations, float eps) -> Tensor[]"
+    "Tensor[] weights, bool reads, str convention, int iterations, float eps, float? gate_eps) "
+    "-> Tensor[]"
 )
 def update_and_read_backward(
     gradients: list[Tensor],
     kept: list[Tensor],
     update: list[Tensor],
     weights: list[Tensor],
+    reads: bool,
     convention: str,
     iterations: int,
     eps: float,
+    gate_eps: float | None,
 ) -> list[Tensor]:
-    """Gradients of the update (of streams alone where ``update`` is empty), then of the weights."""
-    before, found = boundary.update_and_read_backward(
+    """Gradients of the update (of streams alone where there is none), the weights and the read."""
+    before, found, d_read = boundary.update_and_read_backward(
         StreamRead(*gradients),
         Kept(*kept),
         StreamUpdate(*update) if update else None,
         MhcWeights(*weights),
-        MhcOptions(convention, iterations, eps),
+        MhcOptions(convention, iterations, eps, gate_eps),
+        reads=reads,
     )
-    return [*(before if update else before[:1]), *found]
+    return [*present(before if update else before[:1]), *found, d_read]
 
 
 @update_and_read_backward.register_fake
@@ -126,8 +152,10 @@ def _(
     kept: list[Tensor],
     update: list[Tensor],
     weights: list[Tensor],
+    reads: bool,
     convention: str,
     iterations: int,
     eps: float,
+    gate_eps: float | None,
 ) -> list[Tensor]:
-    return [torch.empty_like(each) for each in (*(update or kept[:1]), *weights)]
+    return [torch.empty_like(each) for each in (*(update or kept[:1]), *weights, kept[1])]

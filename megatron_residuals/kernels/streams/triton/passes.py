@@ -22,15 +22,19 @@ def write_and_mix_kernel(
     p_post,
     p_res,
     p_mapping,
+    p_reads,
     p_written,
     p_partial,
+    p_read,
     tokens,
     N: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
     SPLIT: tl.constexpr,
     UPDATE: tl.constexpr,
+    RES: tl.constexpr,
     MIX: tl.constexpr,
+    READ: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
@@ -39,7 +43,8 @@ def write_and_mix_kernel(
     """x'[j] = sum_i h_res[j, i] x[i] + h_post[j] y, and mapping vec(x') and |x'|^2 in part.
 
     The parts are those of a range of channels, partial [splits, T, K + 1]; x' is rounded to its
-    dtype first. Without UPDATE, x' is x; without MIX, nothing is projected.
+    dtype first. Without UPDATE, x' is x; without RES, h_res is the identity; without MIX, there
+    are no parts. With READ, u = sum_j reads[j] x'[j], reads [T, N], in the same pass.
     The mapping comes as [K, N D] or, with two HALVES, as ``halves_kernel`` splits it.
     Program: BT tokens, SPLIT channels in steps of BC.
     """
@@ -57,18 +62,23 @@ def write_and_mix_kernel(
         m = m_t[:, None] & m_c[None, :]
         o_x = o_row[:, None] * (N * D) + o_c[None, :]
         if UPDATE:
-            b_x = ()
-            for i in tl.static_range(N):
-                b_x = b_x + (tl.load(p_streams + o_x + i * D, mask=m, other=0.0),)  # [BT, BC]
+            if RES:
+                b_x = ()
+                for i in tl.static_range(N):
+                    b_x = b_x + (tl.load(p_streams + o_x + i * D, mask=m, other=0.0),)  # [BT, BC]
             o_y = o_row[:, None] * D + o_c[None, :]
             b_y = tl.load(p_output + o_y, mask=m, other=0.0)
+        b_read = tl.zeros((BT, BC), tl.float32)
         for j in range(N):  # not unrolled: one new stream at a time fits the registers
             if UPDATE:
                 b_post = tl.load(p_post + o_row * N + j, mask=m_t)
                 b_sum = b_y.to(tl.float32) * b_post[:, None]
-                for i in tl.static_range(N):
-                    b_res = tl.load(p_res + o_row * (N * N) + (j * N + i), mask=m_t)
-                    b_sum = tl.fma(b_res[:, None], b_x[i].to(tl.float32), b_sum)
+                if RES:
+                    for i in tl.static_range(N):
+                        b_res = tl.load(p_res + o_row * (N * N) + (j * N + i), mask=m_t)
+                        b_sum = tl.fma(b_res[:, None], b_x[i].to(tl.float32), b_sum)
+                else:
+                    b_sum += tl.load(p_streams + o_x + j * D, mask=m, other=0.0).to(tl.float32)
                 b_new = rounded(b_sum, p_written.dtype.element_ty)
                 tl.store(p_written + o_x + j * D, b_new, mask=m)
             else:
@@ -80,6 +90,12 @@ def write_and_mix_kernel(
                 m_phi = m_m[:, None] & m_c[None, :]
                 b_phi = tl.load(p_mapping + o_phi, mask=m_phi, other=0.0)  # [HALVES BK, BC]
                 b_mixes = dot_activation(b_new, tl.trans(b_phi), b_mixes)
+            if READ:
+                b_weight = tl.load(p_reads + o_row * N + j, mask=m_t, other=0.0)
+                b_read = tl.fma(b_weight[:, None], b_new.to(tl.float32), b_read)
+        if READ:
+            o_u = o_row[:, None] * D + o_c[None, :]
+            tl.store(p_read + o_u, rounded(b_read, p_read.dtype.element_ty), mask=m)
     if MIX:
         p_row = p_partial + (i_s * tokens.to(tl.int64) + o_row) * (K + 1)
         o_k = tl.arange(0, BK)

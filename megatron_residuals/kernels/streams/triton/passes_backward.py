@@ -35,6 +35,7 @@ def streams_backward_kernel(
     READ: tl.constexpr,
     MIX: tl.constexpr,
     UPDATE: tl.constexpr,
+    RES: tl.constexpr,
     STEPS: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
@@ -47,10 +48,11 @@ def streams_backward_kernel(
     dx[i] = sum_j h_res[j, i] G[j]        dh_res[j, i] = <G[j], x[i]>
     dy    = sum_j h_post[j] G[j]          dh_post[j]   = <G[j], y>        dmapping = sum_t dm x'
 
-    GRADIENT, READ and MIX say which terms G has; without UPDATE, G itself is what is wanted.
+    GRADIENT, READ and MIX say which terms G has; without UPDATE, G itself is what is wanted; so it
+    is without RES, where h_res is the identity, beside dy and dh_post.
     dm and 2 dss come together as carry [T, K + 1]; the mapping as in ``write_and_mix_kernel``.
     A program owns BC channels for a group of tokens, STEPS times BT. It leaves its channels' share
-    of the products, [slices, T, N + N^2], and its tokens' share of dmapping, [groups, K, N, D].
+    of the products, [slices, T, N + RES N^2], and its tokens' share of dmapping, [groups, K, N, D].
     """
     o_c = tl.program_id(0) * BC + tl.arange(0, BC)
     m_c = o_c < D
@@ -60,7 +62,7 @@ def streams_backward_kernel(
     o_phi = o_k[:, None] * (N * D) + o_c[None, :]
     m_phi = m_k[:, None] & m_c[None, :]
     if UPDATE:
-        p_products += tl.program_id(0).to(tl.int64) * tokens * (N + N * N)
+        p_products += tl.program_id(0).to(tl.int64) * tokens * (N + RES * N * N)
     b_high = ()
     b_low = ()
     b_d_phi = ()
@@ -102,13 +104,13 @@ def streams_backward_kernel(
                 b_g += tl.load(p_gradient + o_x + j * D, mask=m, other=0.0).to(tl.float32)
             if UPDATE:
                 b_gs = b_gs + (b_g,)
-            else:
+            if not UPDATE or not RES:
                 b_out = rounded(b_g, p_d_streams.dtype.element_ty)
                 tl.store(p_d_streams + o_x + j * D, b_out, mask=m)
         if MIX:
             b_d_phi = b_d_phi_new
         if UPDATE:
-            p_share = p_products + o_row * (N + N * N)
+            p_share = p_products + o_row * (N + RES * N * N)
             b_y = tl.load(p_output + o_y, mask=m, other=0.0).to(tl.float32)
             b_sum = tl.zeros((BT, BC), tl.float32)
             for j in tl.static_range(N):
@@ -116,7 +118,7 @@ def streams_backward_kernel(
                 b_sum = tl.fma(b_post[:, None], b_gs[j], b_sum)
                 tl.store(p_share + j, tl.sum(b_gs[j] * b_y, 1), mask=m_t)
             tl.store(p_d_output + o_y, rounded(b_sum, p_d_output.dtype.element_ty), mask=m)
-            for i in tl.static_range(N):
+            for i in tl.static_range(N if RES else 0):
                 b_x = tl.load(p_streams + o_x + i * D, mask=m, other=0.0).to(tl.float32)
                 b_sum = tl.zeros((BT, BC), tl.float32)
                 for j in tl.static_range(N):
