@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Everything that only a GPU can show, in one go of at most 8 minutes on one H200:
-# parity at full size, bandwidth, peers, whole-model overhead, a short training.
+# parity at full size, bandwidth, peers, whole-model overhead, a short training; with two GPUs, what
+# the communicators of pipeline messages take.
 #
 #   benchmarks/gpu_check.sh [OUTPUT_DIRECTORY]      needs torch, triton, megatron-core
 #   REDUCED=1 benchmarks/gpu_check.sh               the same steps, tiny, on the CPU host
@@ -70,6 +71,11 @@ step training 120 benchmarks.training --device "$device" --dtype bfloat16 "${tra
     --model 'block_attnres=block_attnres()' \
     --model 'block_attnres torch=block_attnres(kernels="torch")' \
     --json "$out/training.json"
+
+if [[ $device == cpu ]] || "$python" -c 'import torch; exit(torch.cuda.device_count() < 2)'; then
+    step communicators 60 torch.distributed.run --nproc_per_node 2 -m benchmarks.communicators \
+        --device "$device"
+fi
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}" >&2

@@ -54,7 +54,7 @@ ARGS_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
 # What Megatron's own pretrain_gpt.py does beyond this script. Ignoring one of these would train
 # something else than was asked for, so they are refused.
-REFUSED_ARGS = ("sft", "fim_data", "mtp_num_layers", "hybrid_context_parallel")
+REFUSED_ARGS = ("sft", "fim_data", "hybrid_context_parallel")
 REFUSED_ARGS += ("dataloader_inter_document_masking",)
 # From 0.19 on the host builds the model and handles these itself.
 REFUSED_ARGS_WITH_PROVIDER = ("experimental_attention_variant", "heterogeneous_layers_config_path")
@@ -116,6 +116,27 @@ def stock_layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int |
     return getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")(**options)
 
 
+def prediction_spec(
+    args: Namespace, config: TransformerConfig, layer_spec: LayerSpec, vp_stage: int | None
+) -> ModuleSpec | None:
+    """The layers of multi-token prediction, like those of the decoder; None without it."""
+    if not args.mtp_num_layers:
+        return None
+    if args.spec is not None:  # which may name more than layers
+        args = Namespace(**{**vars(args), "spec": None})
+        layer_spec = stock_layer_spec(args, config, vp_stage)
+    use_te = args.transformer_impl == "transformer_engine"
+    return gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, layer_spec, use_transformer_engine=use_te, vp_stage=vp_stage
+    )
+
+
+def predicts_here(vp_stage: int | None) -> bool:
+    """Whether this stage predicts several tokens, for which it needs the inputs as well."""
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    return bool(get_args().mtp_num_layers) and last
+
+
 def model_provider(
     pre_process: bool = True,
     post_process: bool = True,
@@ -127,9 +148,11 @@ def model_provider(
     args = get_args()
     refuse_unsupported(args, REFUSED_ARGS + REFUSED_ARGS_WITH_PROVIDER)
     config = config or core_transformer_config_from_args(args)
+    layer_spec = stock_layer_spec(args, config, vp_stage)
     return GPTModel(
         config=config,
-        transformer_layer_spec=stock_layer_spec(args, config, vp_stage),
+        transformer_layer_spec=layer_spec,
+        mtp_block_spec=prediction_spec(args, config, layer_spec, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -146,7 +169,7 @@ def model_provider(
     )
 
 
-def read_batch_on_tp_rank(data_iterator: Iterator[Batch] | None) -> Batch:
+def read_batch_on_tp_rank(data_iterator: Iterator[Batch] | None, predicts: bool) -> Batch:
     """Next micro-batch, read on the first tensor-parallel rank and broadcast (from 0.18 on)."""
     from megatron.core.utils import get_batch_on_this_tp_rank
 
@@ -170,7 +193,7 @@ def read_batch_on_tp_rank(data_iterator: Iterator[Batch] | None) -> Batch:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=predicts,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
@@ -183,9 +206,10 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
     if not training_utils.is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
     if hasattr(training_utils, "get_batch_on_this_tp_rank"):  # up to 0.17
-        batch = training_utils.get_batch_on_this_tp_rank(data_iterator)
+        predicts = predicts_here(vp_stage)
+        batch = training_utils.get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=predicts)
         return get_batch_on_this_cp_rank(batch)
-    batch = read_batch_on_tp_rank(data_iterator)
+    batch = read_batch_on_tp_rank(data_iterator, predicts_here(vp_stage))
     cp_group = parallel_state.get_context_parallel_group()
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
 

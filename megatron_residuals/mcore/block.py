@@ -139,7 +139,8 @@ class ResidualBlockMixin(MegatronModule):
             hidden = self._run(entered, visit, arguments)
         norm = getattr(self, self.final_norm_name, None)
         if norm is not None:
-            hidden = norm(hidden)
+            hidden = norm(self._as_state(hidden, False))
+        hidden = self._as_state(hidden, not self.post_process)
         if hidden is entered and not self.pre_process:
             # the schedules keep a stage's input and output apart, also where nothing lies between
             return hidden.clone()
@@ -155,6 +156,12 @@ class ResidualBlockMixin(MegatronModule):
             return hidden
         state = self.runner.run(state, arguments, training=self.training)
         return self.residual_head(state) if io.closes else io.exit(state, visit)
+
+    def _as_state(self, hidden: Tensor, is_state: bool) -> Tensor:
+        """In float32, where a float32 state flows between 16-bit layers; else in 16 bit there."""
+        if not self.config.fp32_residual_connection:
+            return hidden
+        return hidden.to(torch.float32 if is_state else self.config.params_dtype)
 
     def _rng_context(self) -> AbstractContextManager[Any]:
         """The random states in which the host's stack runs its layers."""

@@ -41,10 +41,14 @@ BIAS_DROPOUT_ADDS = ("self_attn_bda", "mlp_bda", "mamba_bda")
 def bias_dropout(
     training: bool, fused: bool
 ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """Drop-in for the host's bias-dropout-add that adds nothing: y = dropout(x + bias)."""
+    """Drop-in for the host's bias-dropout-add that adds nothing: y = dropout(x + bias).
 
-    def apply(output_and_bias: tuple[Tensor, Tensor | None], _: Tensor, p: float) -> Tensor:
+    As with the host, y has the dtype of the residual: float32 where the host keeps it in that.
+    """
+
+    def apply(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, p: float) -> Tensor:
         output, bias = output_and_bias
+        output = output.to(residual.dtype)
         if bias is not None:
             output = output + bias
         return torch.nn.functional.dropout(output, p=p, training=training)

@@ -22,7 +22,7 @@ from megatron_residuals.pipeline.segments import (
     stage_group_length,
     stage_segments,
 )
-from megatron_residuals.recompute.steps import GroupStep, MixStep, Step, plain_step
+from megatron_residuals.recompute.steps import GroupStep, MixStep, NarrowStep, Step, plain_step
 
 
 class StageRunner:
@@ -74,6 +74,8 @@ class StageRunner:
         return self._watched(MixStep() if is_mix else plain_step)
 
     def _watched(self, step: Step) -> Step:
+        if self._config.fp32_residual_connection:
+            step = NarrowStep(step, self._config.params_dtype)
         return step if self.watch is None else self.watch(step)
 
     def _run(

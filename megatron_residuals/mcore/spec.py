@@ -50,6 +50,10 @@ class DeferredSpec(ModuleSpec):
         super().__init__(module=ResidualTransformerLayer)
         self.resolve = resolve
 
+    def __call__(self, *args: Any, **kwargs: Any) -> DeferredSpec:
+        """Itself, for loops that call what ``--spec`` names: slime with arguments of its own."""
+        return self
+
 
 def replace_residual(base_spec: SpecT, residual: ResidualConfig) -> SpecT:
     """A copy of a spec, of the same kind, whose layers carry a residual state.

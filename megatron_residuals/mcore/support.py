@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
@@ -50,10 +51,6 @@ REFUSALS = (
         "activation offloading is not supported; drop --fine-grained-activation-offloading",
     ),
     Refusal(
-        "fp32_residual_connection",
-        "the state has the dtype of the activations; drop --fp32-residual-connection",
-    ),
-    Refusal(
         "apply_residual_connection_post_layernorm",
         "mechanisms are defined for pre-norm layers; drop "
         "--apply-residual-connection-post-layernorm",
@@ -66,7 +63,11 @@ REFUSALS = (
         "inference_fuse_tp_communication",
         "it adds the residual inside a kernel; turn it off",
     ),
-    Refusal("heterogeneous_block_specs", "layers without attention or MLP are not supported"),
+    Refusal(
+        "heterogeneous_block_specs",
+        "layers without attention or MLP are not supported; drop the file of "
+        "--heterogeneous-layers-config-path",
+    ),
     Refusal("use_ring_exchange_p2p", "use point-to-point communication of torch.distributed"),
     Refusal(
         "num_microbatches_with_partial_activation_checkpoints",
@@ -81,7 +82,25 @@ REFUSALS = (
 # What the training loop alone knows. A mechanism's float32 parameters lie beside 16-bit ones, and
 # some are read ahead of their layer: sharded by layer, the first step fails.
 _FSDP = "parameters of a mechanism cannot be sharded by layer; use --use-distributed-optimizer"
-TRAINING_REFUSALS = (Refusal("use_torch_fsdp2", _FSDP), Refusal("use_megatron_fsdp", _FSDP))
+TRAINING_REFUSALS = (
+    Refusal("use_torch_fsdp2", _FSDP),
+    Refusal("use_megatron_fsdp", _FSDP),
+    Refusal(
+        "yaml_cfg",
+        "the file takes the place of all arguments, those of the residual too; drop --yaml-cfg and "
+        "give Megatron's flags",
+    ),
+    Refusal(
+        "use_layer_wise_distributed_optimizer",
+        "it gathers parameters of one dtype, and a mechanism's are float32 beside 16-bit ones; "
+        "give --optimizer muon without --use-distributed-optimizer",
+    ),
+    Refusal(
+        "use_precision_aware_optimizer",
+        "its state for float32 beside 16-bit parameters was never tried (it needs Transformer "
+        "Engine's Adam on a GPU); drop --use-precision-aware-optimizer",
+    ),
+)
 
 
 def check_options(config: Any, args: argparse.Namespace, residual: ResidualConfig) -> None:
@@ -177,6 +196,16 @@ def host_faults(config: Any) -> list[str]:
                 "and backward never ends; add --disable-bias-linear, or recompute by "
                 "--residual-recompute"
             )
+    if (
+        config.fp32_residual_connection
+        and config.pipeline_model_parallel_size > 1
+        and config.pipeline_dtype != torch.float32
+    ):
+        faults.append(
+            f"fp32_residual_connection = True with pipeline_dtype = {config.pipeline_dtype}: this "
+            "Megatron-Core receives in 16 bit what is sent in float32; set "
+            "pipeline_dtype = torch.float32 in the TransformerConfig"
+        )
     if (
         config.pipeline_model_parallel_size == 2
         and config.virtual_pipeline_model_parallel_size is not None

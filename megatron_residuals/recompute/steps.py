@@ -11,7 +11,7 @@ fills the storages again, in the order in which they were computed, before one i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -149,3 +149,35 @@ class GroupStep:
 
     def _finish(self) -> None:
         self._finished, self._replay, self._position = self._replay, Replay(), 0
+
+
+class NarrowStep:
+    """A step whose sublayers compute in another dtype than the state has: 16 bit in float32."""
+
+    def __init__(self, step: Step, dtype: torch.dtype) -> None:
+        self._step, self._dtype = step, dtype
+
+    def __call__(
+        self, residual: SublayerResidual[Any, Any], state: Any, sublayer: Sublayer
+    ) -> ResidualState:
+        """The step on inputs of that dtype, which are what is kept or given up."""
+        return self._step(cast(Any, _Narrow(residual, self._dtype)), state, sublayer)
+
+
+class _Narrow:
+    """A residual module that is read in one dtype and written in that of the state."""
+
+    def __init__(self, residual: SublayerResidual[Any, Any], dtype: torch.dtype) -> None:
+        self._residual, self._dtype, self._wide = residual, dtype, dtype
+
+    def read(self, state: Any) -> tuple[Tensor, Any]:
+        x, pending = self._residual.read(state)
+        self._wide = x.dtype
+        return x.to(self._dtype), pending
+
+    def rereader(self, pending: Any) -> Callable[[], Tensor]:
+        reread, dtype = self._residual.rereader(pending), self._dtype
+        return lambda: reread().to(dtype)
+
+    def write(self, pending: Any, output: Tensor) -> Any:
+        return self._residual.write(pending, output.to(self._wide))

@@ -50,10 +50,10 @@ def test_the_script_imports_nothing_of_ours() -> None:
 
 
 def test_everything_unsupported_is_refused_at_once() -> None:
-    args = Namespace(sft=True, fim_data=False, mtp_num_layers=1)
-    with pytest.raises(ValueError, match=r"\['sft', 'mtp_num_layers'\].*Leave them out"):
+    args = Namespace(sft=True, fim_data=False, hybrid_context_parallel=True)
+    with pytest.raises(ValueError, match=r"\['sft', 'hybrid_context_parallel'\].*Leave them out"):
         pretrain_gpt.refuse_unsupported(args, pretrain_gpt.REFUSED_ARGS)
-    args.sft = args.mtp_num_layers = None
+    args.sft = args.hybrid_context_parallel = None
     pretrain_gpt.refuse_unsupported(args, pretrain_gpt.REFUSED_ARGS)
 
 

@@ -127,6 +127,18 @@ def test_spec_alone_trains_with_the_named_mechanism_and_reports_once(
     assert 3.9 < last < first < 4.4
 
 
+@host
+def test_the_example_predicts_several_tokens_in_its_last_stage(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    command = [str(SCRIPT), "--spec", "megatron_residuals.specs", "mhc", "--mtp-num-layers", "1"]
+    command += ["--position-embedding-type", "rope"]
+    done = train(scripts, tmp_path, command)
+    further = [float(loss) for loss in re.findall(r"mtp_1 loss: (\S+) \|", done.log)]
+    assert len(further) == 4
+    assert 3.9 < further[-1] < further[0] < 4.4
+
+
 # Rank 1 is killed with half of the fourth step done and messages on their way: a step has eight
 # forward passes of a block, four micro-batches through two chunks.
 KILL_IN_STEP_4 = """

@@ -72,7 +72,7 @@ def _wire(route: Route) -> list[str]:
 def _memory(route: Route, config: Any) -> list[str]:
     """What the residual path keeps, where the sizes of a micro-batch are known."""
     args = global_args()
-    if args is None or config.recompute_granularity == "full":
+    if args is None or config.recompute_granularity == "full" or config.fp32_residual_connection:
         return []
     try:
         sizes, _ = model_sizes(args, config, for_gpus=torch.cuda.is_available())
