@@ -15,11 +15,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_residuals._version import __version__
-from megatron_residuals.commands import check, convert, doctor, memory, plan, report, simulate
+from megatron_residuals.commands import (
+    check,
+    convert,
+    doctor,
+    export,
+    memory,
+    plan,
+    report,
+    simulate,
+)
 from megatron_residuals.text import reason
 
 PROGRAM = "megatron-residuals"
-COMMANDS = (plan, memory, simulate, convert, report, check, doctor)
+COMMANDS = (plan, memory, simulate, convert, export, report, check, doctor)
 
 EXAMPLES = """\
 examples:

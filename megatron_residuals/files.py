@@ -63,21 +63,24 @@ def refuse_existing(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def written_beside(target: Path) -> Iterator[Path]:
+def written_beside(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A path for a file or a folder that becomes ``target`` when all of it is written.
 
     It lies in a scratch folder beside the target. A failure takes that away, so that nothing half
-    written stands in the way of the next try.
+    written stands in the way of the next try. ``replace``: what is there goes when all is written.
 
     Raises:
         ValueError: the target exists, or cannot be written.
     """
-    refuse_existing(target)
+    if not replace:
+        refuse_existing(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as scratch:
             path = Path(scratch, target.name)
             yield path
+            if replace and target.exists():
+                target.rename(Path(scratch, "replaced"))
             refuse_existing(target)
             path.rename(target)
     except (OSError, RuntimeError) as error:  # torch has the latter for a disk that is full

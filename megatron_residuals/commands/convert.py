@@ -96,7 +96,7 @@ def register(commands: Subparsers) -> None:
 def run_convert(args: argparse.Namespace) -> int:
     """Convert, and print what was added; 0."""
     try:
-        with _host_is_quiet():
+        with host_is_quiet():
             lines = list(_convert(args))
     except RuntimeError as error:  # a library that is not installed, or a failure of torch's
         raise ValueError(str(error)) from error
@@ -105,7 +105,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _host_is_quiet() -> Iterator[None]:
+def host_is_quiet() -> Iterator[None]:
     """Unpickling imports Megatron, which warns of every accelerator library that is not there."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
@@ -118,7 +118,7 @@ def _convert(args: argparse.Namespace) -> Iterator[str]:
 
     if not args.dry_run:
         refuse_existing(args.output)
-    source = open_checkpoint(args.input, Trust(args.trust_input, _host_classes))
+    source = open_checkpoint(args.input, Trust(args.trust_input, host_classes))
     source.refuse_inside(args.output)
     shapes = source.checkpoint.shapes
     shape = ModelShape.of(
@@ -131,7 +131,7 @@ def _convert(args: argparse.Namespace) -> Iterator[str]:
     yield from (_export if args.export else _extend)(args, source, shape)
 
 
-def _host_classes() -> Sequence[Callable[..., object]]:
+def host_classes() -> Sequence[Callable[..., object]]:
     """What Megatron itself lets checkpoints ask for, where it is installed."""
     try:
         from megatron.core.safe_globals import SAFE_GLOBALS
@@ -211,7 +211,7 @@ def _export(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iter
     present = {k: s for k, s in source.checkpoint.shapes.items() if is_residual_key(k)}
     if not present:
         raise ValueError(f"{args.input} has no parameters of a residual to export")
-    config = _config_of(args, source, shape)
+    config = config_of(args, source, shape)
     initial = initial_parameters(config, shape.num_layers, shape.hidden_size)
     wanted = {key: tensor.shape for key, tensor in shaped_for(initial, shape).items()}
     raise_faults(str(args.input), shape_faults(present, wanted))
@@ -232,9 +232,9 @@ def _asked_for(args: argparse.Namespace) -> ResidualConfig:
     return config
 
 
-def _config_of(args: argparse.Namespace, source: Stored, shape: ModelShape) -> ResidualConfig:
+def config_of(args: argparse.Namespace, source: Stored, shape: ModelShape) -> ResidualConfig:
     """The residual of a checkpoint, from its record; without one, from the flags."""
-    from megatron_residuals.interchange.public_file import config_of
+    from megatron_residuals.interchange.public_file import config_of as recorded
 
     record = source.checkpoint.settings()
     if record is None:
@@ -249,7 +249,7 @@ def _config_of(args: argparse.Namespace, source: Stored, shape: ModelShape) -> R
         if faults:
             raise ValueError(f"{args.input} is of another residual: {'; '.join(faults)}")
     try:
-        config = config_of(record)
+        config = recorded(record)
     except ValueError as error:
         reasons = "; ".join(line.strip(" -") for line in str(error).splitlines())
         raise ValueError(f"{args.input} has a settings record with faults: {reasons}") from None

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_residuals import mixing
 from megatron_residuals.functional.permutations import mix_permutations
 from megatron_residuals.functional.precision import wide, without_autocast
 from megatron_residuals.functional.sinkhorn import sinkhorn_dsv4, sinkhorn_paper
+from megatron_residuals.mixing import factors, num_logits
 
 CONVENTIONS = ("paper", "dsv4", "identity", "permutations", "kronecker")
+HC_NORM_EPS = 1e-5  # of the norm in front of HC's dynamic projections
+PAPER_EPS = 1e-20  # of the norm in a learned head that no option sets
 
 
 class StreamCoefficients(NamedTuple):
@@ -105,7 +107,7 @@ class MhcOptions(NamedTuple):
 
     def factors(self, num_streams: int) -> tuple[int, ...]:
         """Sizes of the factors of a matrix that is a product of sums of permutations."""
-        return mixing.factors(self.convention, num_streams)
+        return factors(self.convention, num_streams)
 
     @property
     def step_eps(self) -> float:
@@ -122,7 +124,7 @@ class MhcOptions(NamedTuple):
     def sizes(self, num_streams: int) -> tuple[int, ...]:
         """Coefficients for each alpha: of pre, of post, and of res where streams are mixed."""
         n = num_streams
-        return (n, n, mixing.num_logits(self.convention, n)) if self.mixes else (n, n)
+        return (n, n, num_logits(self.convention, n)) if self.mixes else (n, n)
 
     def checked(self) -> MhcOptions:
         """Itself.

@@ -70,6 +70,16 @@ class TorchFile:
         """The tensors whose key is wanted."""
         return {k: v for k, v in self.pieces() if wanted(k)}
 
+    def arguments(self) -> dict[str, Any] | None:
+        """The arguments of the run that saved it; None if it has none."""
+        args = self._content.get("args") if self._model is not self._content else None
+        return vars(args) if isinstance(args, argparse.Namespace) else None
+
+    def part(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """What lies at an index of the first axes of one tensor."""
+        tensor: Tensor = self._model[key][index]
+        return tensor
+
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model, read from the disk when it is looked at."""
         return ((k, v) for k, v in self._model.items() if isinstance(v, Tensor))
@@ -123,6 +133,14 @@ class SafetensorsFile:
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """The tensors whose key is wanted."""
         return tensor_file.read_tensors(self.path, wanted)
+
+    def arguments(self) -> dict[str, Any] | None:
+        """None: such a file has only the model."""
+        return None
+
+    def part(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """What lies at an index of the first axes of one tensor."""
+        return self.read(key.__eq__)[key][index]
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, one in memory at a time."""

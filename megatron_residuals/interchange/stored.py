@@ -38,6 +38,12 @@ class Checkpoint(Protocol):
     def read(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """The tensors whose key is wanted."""
 
+    def arguments(self) -> dict[str, Any] | None:
+        """The arguments of the run that saved it; None if it has none."""
+
+    def part(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """What lies at an index of the first axes of one tensor; () is all of it."""
+
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Key and a part of every tensor of the model; big models do not fit into memory."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import inspect
 import io
 import itertools
@@ -90,6 +91,40 @@ class TorchDistCheckpoint:
             reader = _IndexedReader(self.folder, self._index)
             _quiet(load, tensors, storage_reader=reader, **_ALONE)
         return tensors
+
+    def arguments(self) -> dict[str, Any] | None:
+        """The arguments of the run that saved it; None if it has none."""
+        args = self._common().get("args")
+        return vars(args) if isinstance(args, argparse.Namespace) else None
+
+    def part(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """What lies at an index of the first axes of one tensor, from the chunks that have it."""
+        entry, depth = self._tensors[key], len(index)
+        found = torch.empty(entry.size[depth:], dtype=entry.properties.dtype)
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        numbers = 0
+        for offsets, place in self._chunks[key]:
+            size = sizes[offsets]
+            inner = tuple(i - start for i, start in zip(index, offsets, strict=False))
+            if not all(0 <= i < length for i, length in zip(inner, size, strict=False)):
+                continue
+            chunk = self._load(place.relative_path, place.offset, place.length, PLAIN_DATA)
+            where = zip(offsets[depth:], size[depth:], strict=True)
+            piece = chunk.view(size)[inner]
+            found[tuple(slice(start, start + length) for start, length in where)] = piece
+            numbers += piece.numel()
+        if numbers != found.numel():
+            raise ValueError(f"{self.folder / METADATA} is damaged: {key} is not whole")
+        return found
+
+    @functools.cached_property
+    def _chunks(self) -> dict[str, list[tuple[tuple[int, ...], Any]]]:
+        """Offsets and place of every chunk, by key."""
+        chunks: dict[str, list[tuple[tuple[int, ...], Any]]] = {key: [] for key in self._tensors}
+        for item, place in self._index.storage_data.items():
+            if item.fqn in chunks:
+                chunks[item.fqn].append((tuple(item.offset or ()), place))
+        return chunks
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model as the pieces that ranks wrote, one in memory at a time."""

@@ -17,6 +17,8 @@ from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.traffic import Planes, plain
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
     from torch import Tensor
 
@@ -241,6 +243,13 @@ class Mechanism:
 
     def public_layout(self) -> PublicLayout | None:
         """Its names in released models, as ``streams.public`` has them; None for none."""
+        return None
+
+    def exported(self) -> ModuleType | None:
+        """The module that computes it in an exported model, as ``streams.exported``: its
+        ``open_state``, ``Sublayer`` and ``Head``, on torch and ``functional`` alone, and the
+        MECHANISMS and OPTIONS that it is for; None where no model with it can be exported.
+        """
         return None
 
     # settings

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from megatron_residuals.mechanisms.base import Mechanism, Place
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from megatron_residuals.config import ResidualConfig
     from megatron_residuals.mechanisms.plain.module import PlainResidual
 
@@ -26,6 +28,12 @@ class Plain(Mechanism):
         from megatron_residuals.mechanisms.plain.module import PlainResidual
 
         return PlainResidual()
+
+    def exported(self) -> ModuleType:
+        """The running sum."""
+        from megatron_residuals.mechanisms.plain import exported
+
+        return exported
 
 
 PLAIN = Plain("residual")

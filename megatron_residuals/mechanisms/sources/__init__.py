@@ -24,6 +24,8 @@ from megatron_residuals.pipeline.traffic import (
 from megatron_residuals.pipeline.two_phase import cut_at_blocks, reads_in_two_phases
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
@@ -266,6 +268,12 @@ class AttnRes(Sources):
         from megatron_residuals.mechanisms.sources import kimi_k3
 
         return kimi_k3
+
+    def exported(self) -> ModuleType:
+        """The reads of one sublayer at a time."""
+        from megatron_residuals.mechanisms.sources import exported
+
+        return exported
 
     def build_head(self, config: ResidualConfig, place: Place) -> DepthHead:
         """The final read."""

@@ -22,6 +22,8 @@ from megatron_residuals.pipeline.layout import StageLayout
 from megatron_residuals.pipeline.traffic import Planes, contraction, streams
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
     from megatron_residuals.config import ResidualConfig
@@ -129,6 +131,12 @@ class HyperConnections(Streams):
             device=place.device,
         )
 
+    def exported(self) -> ModuleType:
+        """Streams read and written one sublayer at a time."""
+        from megatron_residuals.mechanisms.streams import exported
+
+        return exported
+
     def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
         """Gates and mixing matrix; static ones are expanded parameters."""
         n: int = config.streams
@@ -229,6 +237,12 @@ class ManifoldHyperConnections(GatedStreams):
         from megatron_residuals.mechanisms.streams.public import DEEPSEEK_V4
 
         return DEEPSEEK_V4
+
+    def exported(self) -> ModuleType:
+        """Streams read and written one sublayer at a time."""
+        from megatron_residuals.mechanisms.streams import exported
+
+        return exported
 
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Liger has four streams and DeepSeek's convention."""

@@ -18,6 +18,7 @@ from megatron_residuals.functional import (
     StreamUpdate,
     contract_streams,
 )
+from megatron_residuals.functional.streams import HC_NORM_EPS
 from megatron_residuals.kernels import (
     hc_coefficients,
     mhc_coefficients,
@@ -34,7 +35,6 @@ A6_PRE = 3.0
 A6_RES_DIAGONAL, A6_RES_OFF_DIAGONAL = 3.0, -3.0
 # Logits of permutations other than the identity (mHC-lite and KromHC); that of the identity is 0.
 OTHER_PERMUTATIONS = -8.0
-HC_NORM_EPS = 1e-5
 HC_SCALE_INIT = 0.01
 
 

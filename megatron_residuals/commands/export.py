@@ -1,0 +1,120 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-residuals export`: a trained model as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_residuals.commands.arguments import Subparsers
+from megatron_residuals.commands.convert import config_of, host_classes, host_is_quiet
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.flags import add_residual_arguments
+from megatron_residuals.text import first_few
+
+DESCRIPTION = """\
+Write the model of a checkpoint as a folder for transformers: AutoModelForCausalLM.from_pretrained(
+FOLDER, trust_remote_code=True), without Megatron and without this package. CHECKPOINT is a folder
+that Megatron saved (torch_dist of any parallel layout, or torch of one rank) or a .pt file with the
+arguments of its run. What the exported model cannot express is refused before anything is
+written."""
+
+
+def register(commands: Subparsers) -> None:
+    """`export`: a folder for transformers."""
+    parser = commands.add_parser(
+        "export",
+        help="write a trained model as a folder that transformers loads",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("input", metavar="CHECKPOINT", type=Path, help="the checkpoint of the trained model")
+    add("output", metavar="FOLDER", type=Path, help="the folder to write")
+    add("--to", choices=["hf"], required=True, help="whose format: that of Hugging Face")
+    add("--tokenizer", type=Path, metavar="PATH", help="a folder whose tokenizer is copied")
+    add("--shard-gib", type=float, default=4.0, metavar="GIB", help="size of a file (default: 4)")
+    add(
+        "--verify",
+        action="store_true",
+        help="compare every tensor written with the checkpoint, bit for bit",
+    )
+    add("--force", action="store_true", help="replace FOLDER if it is an exported model")
+    add(
+        "--trust-input",
+        action="store_true",
+        help="read CHECKPOINT even if it asks for more than plain data and Megatron's own classes; "
+        "that can run any code, so only for files whose origin you trust",
+    )
+    add_residual_arguments(parser)
+    parser.set_defaults(handler=run_export)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Export, and print what was written; 0."""
+    try:
+        with host_is_quiet():
+            lines = list(_export(args))
+    except RuntimeError as error:  # a library that is not installed, or a failure of torch's
+        raise ValueError(str(error)) from error
+    print("\n".join(lines))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> Iterator[str]:
+    from megatron_residuals.interchange import ModelShape, is_residual_key, open_checkpoint
+    from megatron_residuals.interchange.huggingface import folder
+    from megatron_residuals.interchange.huggingface.architecture import model_config
+    from megatron_residuals.interchange.huggingface.tensors import parts_of
+    from megatron_residuals.interchange.initial import initial_parameters, shaped_for
+    from megatron_residuals.interchange.names import shape_faults
+    from megatron_residuals.interchange.pickles import Trust
+    from megatron_residuals.settings import settings_of
+    from megatron_residuals.text import raise_faults
+
+    if args.shard_gib <= 0:
+        raise ValueError(f"--shard-gib is {args.shard_gib}; it must be above 0")
+    folder.refuse_foreign(args.output, args.force)
+    source = open_checkpoint(args.input, Trust(args.trust_input, host_classes))
+    source.refuse_inside(args.output)
+    checkpoint = source.checkpoint
+    arguments = checkpoint.arguments()
+    if arguments is None:
+        raise ValueError(
+            f"{args.input} does not hold the arguments of its run, which say what its tensors are; "
+            "give the folder of a checkpoint that Megatron's training saved"
+        )
+    shapes = checkpoint.shapes
+    shape = ModelShape.of(shapes, source=args.input)
+    residual = {key: size for key, size in shapes.items() if is_residual_key(key)}
+    config = ResidualConfig("residual")
+    if residual or checkpoint.settings() is not None or args.residual is not None:
+        config = config_of(args, source, shape)
+    initial = initial_parameters(config, shape.num_layers, shape.hidden_size)
+    wanted = {key: tensor.shape for key, tensor in shaped_for(initial, shape).items()}
+    raise_faults(str(args.input), shape_faults(residual, wanted))
+    module = folder.exported_module(config)
+    rows = shapes[f"{shape.prefix}embedding.word_embeddings.weight"][0]
+    public = model_config(arguments, rows, args.input)
+    public["residual"] = settings_of(config, shape.num_layers)
+    parts = parts_of(shapes, shape, public, args.input)
+    shards = folder.write_folder(
+        args.output,
+        checkpoint,
+        parts,
+        public,
+        module,
+        tokenizer=args.tokenizer,
+        shard_bytes=int(args.shard_gib * 2**30),
+    )
+    yield f"input     {source.path / source.inside}: {checkpoint.kind}, {shape.num_layers} layers"
+    yield f"residual  {config}"
+    if args.verify:
+        wrong = list(folder.differing(args.output, checkpoint, parts, public))
+        if wrong:
+            raise ValueError(f"{args.output} differs from {args.input}: {first_few(wrong)}")
+        yield f"verified  {sum(len(part.names) for part in parts)} tensors, bit for bit"
+    yield f"output    {args.output}: {shards} file{'s' * (shards != 1)} of tensors"

@@ -1,0 +1,230 @@
+# Copyright (c) 2026, megatron_residuals contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""An exported model computes what Megatron's does, elsewhere, and nothing is exported wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_residuals import testing
+
+transformers = pytest.importorskip("transformers")
+testing.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+
+from megatron_residuals.cli import main  # noqa: E402
+from megatron_residuals.config import ResidualConfig  # noqa: E402
+from megatron_residuals.interchange.huggingface.folder import exported_module  # noqa: E402
+from megatron_residuals.mcore.install import install  # noqa: E402
+from megatron_residuals.mcore.spec import replace_residual  # noqa: E402
+from megatron_residuals.mechanisms.sources import AttnRes  # noqa: E402
+from megatron_residuals.mechanisms.sources.module import DepthAttention  # noqa: E402
+from megatron_residuals.testing.ranks import run_ranks  # noqa: E402
+from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel  # noqa: E402
+
+TOKENS = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(7))
+LLAMA = {"normalization": "RMSNorm", "bias": False}
+GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+
+
+class Case(NamedTuple):
+    """A model: its residual, fields of the toy, and of the host's configuration."""
+
+    residual: str
+    toy: dict[str, Any]
+    overrides: dict[str, Any]
+    args: dict[str, Any] = {}
+
+
+CASES = {
+    "plain": Case("residual()", LLAMA, {**GATED, "num_query_groups": 2}),
+    "hc": Case("hc()", {}, {"qk_layernorm": True}),
+    "mhc": Case(
+        "mhc()",
+        {**LLAMA, "tied_embeddings": True},
+        {**GATED, "num_query_groups": 2, "qk_layernorm": True, "kv_channels": 12},
+    ),
+    "dsv4": Case("mhc(mhc_convention='dsv4')", {"positions": "learned_absolute"}, {}),
+    "attnres": Case("attnres()", LLAMA, {**GATED, "add_qkv_bias": True}),
+    "block": Case("block_attnres(block_sublayers=3)", LLAMA, GATED),
+}
+
+
+def arguments(toy: ToyGPT, config: Any) -> argparse.Namespace:
+    """What Megatron's argument parser would have recorded."""
+    return argparse.Namespace(
+        num_layers=toy.num_layers,
+        hidden_size=toy.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=toy.num_heads,
+        num_query_groups=config.num_query_groups,
+        group_query_attention=config.num_query_groups != toy.num_heads,
+        kv_channels=config.kv_channels,
+        normalization=toy.normalization,
+        norm_epsilon=config.layernorm_epsilon,
+        position_embedding_type=toy.positions,
+        rotary_base=10000,
+        rotary_percent=1.0,
+        max_position_embeddings=toy.seq_length,
+        swiglu=config.gated_linear_unit,
+        bias_gelu_fusion=False,
+        add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.add_qkv_bias,
+        qk_layernorm=config.qk_layernorm,
+        untie_embeddings_and_output_weights=not toy.tied_embeddings,
+        num_experts=None,
+    )
+
+
+def save_models(folder: Path) -> dict[str, Tensor]:
+    """Every case as a checkpoint of the host's; its logits [b, s, vocabulary] on `TOKENS`."""
+    logits = {}
+    install()
+    for number, (name, case) in enumerate(CASES.items()):
+        toy = ToyGPT(**case.toy, config_overrides={"ffn_hidden_size": 48, **case.overrides})
+        if number == 0:
+            setup_parallel(toy)
+
+        def spec(config: Any, vp_stage: int | None, residual: str = case.residual) -> Any:
+            layer = get_gpt_layer_local_spec(
+                qk_layernorm=config.qk_layernorm, normalization=config.normalization
+            )
+            return replace_residual(layer, ResidualConfig.parse(residual))
+
+        model = build_chunks(toy, spec)[0].eval()
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms and biases too
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS).contiguous()
+            logits[name] = model(TOKENS, positions, None)
+        (folder / name).mkdir()
+        content = {"args": arguments(toy, model.config), **model.sharded_state_dict()}
+        dist_checkpointing.save(content, str(folder / name))
+    return logits
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("models")
+    return folder, run_ranks(1, save_models, folder)[0]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def export(*words: object) -> int:
+    return main(["export", "--to", "hf", *map(str, words)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_model_computes_what_megatron_does(
+    name: str, models: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, logits = models
+    target = tmp_path / f"model_{name}"  # transformers names a module after the folder
+    assert export(folder / name, target, "--verify", "--shard-gib", 2e-5) == 0
+    assert len(list(target.glob("*.safetensors"))) > 1
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, found = load(target, trust_remote_code=True, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, logits[name], rtol=0, atol=1e-6)
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        cached = model.generate(TOKENS, use_cache=True, **options)
+        tokens = TOKENS
+        for _ in range(6):
+            best = model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, best), dim=1)
+    assert torch.equal(cached, tokens)
+    half = load(target, trust_remote_code=True, dtype=torch.bfloat16)
+    of_residual = [p for n, p in half.named_parameters() if "residual" in n]
+    assert {p.dtype for p in of_residual} <= {torch.float32}
+    assert half.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_an_exported_model_loads_where_this_package_is_not(
+    models: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    assert export(models[0] / "mhc", tmp_path / "elsewhere") == 0
+    program = (
+        "import sys; sys.modules['megatron_residuals'] = sys.modules['megatron'] = None\n"
+        "from transformers import AutoModel\n"
+        "print(type(AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)).__name__)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "elsewhere")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert run.stdout.strip() == "ResidualGPTModel", run.stderr
+
+
+def test_a_folder_is_replaced_only_if_asked_and_only_an_exported_one(
+    models: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, other = tmp_path / "model", tmp_path / "mine"
+    other.mkdir()
+    assert export(models[0] / "hc", target) == 0
+    assert export(models[0] / "mhc", target) == 2
+    assert "--force" in capsys.readouterr().err
+    assert export(models[0] / "mhc", target, "--force") == 0
+    assert json.loads((target / "config.json").read_text())["residual"]["mechanism"] == "mhc"
+    assert export(models[0] / "mhc", other, "--force") == 2
+    assert "no exported model" in capsys.readouterr().err
+
+
+def test_what_the_exported_model_cannot_express_is_named_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {
+        "embedding.word_embeddings.weight": torch.zeros(8, 4),
+        "decoder.final_layernorm.weight": torch.ones(4),
+        "decoder.layers.0.self_attention.surprise.weight": torch.ones(4),
+    }
+    args = argparse.Namespace(
+        num_layers=1, hidden_size=4, ffn_hidden_size=8, num_attention_heads=1, norm_epsilon=1e-5
+    )
+    path, target = tmp_path / "model.pt", tmp_path / "out"
+    torch.save({"model": tensors, "args": args}, path)
+    assert export(path, target) == 2
+    assert "self_attention.surprise.weight" in capsys.readouterr().err
+    args.num_experts, args.window_size = 8, (4, 0)
+    torch.save({"model": tensors, "args": args}, path)
+    assert export(path, target) == 2
+    told = capsys.readouterr().err
+    assert "num_experts is 8" in told and "window_size is (4, 0)" in told
+    torch.save({"model": tensors}, path)
+    assert export(path, target) == 2
+    assert "arguments of its run" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_a_mechanism_that_derives_from_another_is_not_exported_as_that() -> None:
+    class Own(AttnRes):
+        def build_sublayer(self, config: Any, place: Any) -> DepthAttention:
+            raise NotImplementedError
+
+    config = ResidualConfig("attnres")
+    object.__setattr__(config, "mechanism", "own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResidualConfig, "entry", Own("own"))
+        with pytest.raises(ValueError, match="'own', which has no form outside"):
+            exported_module(config)
+
+
+def test_an_option_that_exported_models_do_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="mhc_mixing is 'permutations'"):
+        exported_module(ResidualConfig("mhc", mhc_mixing="permutations"))
+    with pytest.raises(ValueError, match="'ihc', which has no form outside"):
+        exported_module(ResidualConfig("ihc"))
