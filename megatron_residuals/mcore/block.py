@@ -61,7 +61,8 @@ class ResidualBlockMixin(MegatronModule):
         )
         self.residual_settings = record_for(residual, layout, self.config, pp_group.rank(), chunk)
         plain = residual.entry.is_stock
-        self.register_load_state_dict_pre_hook(refuse_mechanism if plain else keep_initial_values)
+        loading = refuse_mechanism if plain else keep_initial_values
+        self.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
         self._payload: Tensor | None = None
 
     def _check_layers(self) -> None:
@@ -78,7 +79,7 @@ class ResidualBlockMixin(MegatronModule):
 
     def _give_residuals(self, plan: TransferPlan) -> None:
         """Every sublayer, and the end of the last one, gets what reads the state there."""
-        options = {
+        options: dict[str, Any] = {
             "hidden_size": self.config.hidden_size,
             "device": parameter_device(self.config),
         }
@@ -132,6 +133,7 @@ class ResidualBlockMixin(MegatronModule):
             )
         arguments["attention_mask"] = attention_mask
         hidden = hidden_states if self.pre_process else self._payload
+        assert hidden is not None  # the host's model and schedule give it
         self._payload = self.input_tensor = None
         visit = self.stage_io.begin()
         entered = fresh(hidden)
@@ -155,7 +157,7 @@ class ResidualBlockMixin(MegatronModule):
         else:
             return hidden
         state = self.runner.run(state, arguments, training=self.training)
-        return self.residual_head(state) if io.closes else io.exit(state, visit)
+        return io.exit(state, visit) if self.residual_head is None else self.residual_head(state)
 
     def _as_state(self, hidden: Tensor, is_state: bool) -> Tensor:
         """In float32, where a float32 state flows between 16-bit layers; else in 16 bit there."""
@@ -176,7 +178,7 @@ class ResidualBlockMixin(MegatronModule):
             )
 
 
-class ResidualTransformerBlock(ResidualBlockMixin, TransformerBlock):
+class ResidualTransformerBlock(ResidualBlockMixin, TransformerBlock):  # type: ignore[misc]
     """``TransformerBlock`` with a residual state.
 
     Raises:
@@ -189,7 +191,7 @@ class ResidualTransformerBlock(ResidualBlockMixin, TransformerBlock):
     def __init__(self, config: Any, spec: Any, *args: Any, **kwargs: Any) -> None:
         vp_stage, groups = kwargs.get("vp_stage"), kwargs.get("pg_collection")
         submodules = block_submodules(spec, config, vp_stage, groups)
-        check_model(config, submodules.layer_specs, submodules.residual)
+        check_model(config, submodules.layer_specs or (), submodules.residual)
         super().__init__(config, submodules, *args, **kwargs)
         layout = stage_layout(config, self.pg_collection.pp.size())
         self._build_residual(submodules.residual, layout, self.vp_stage)

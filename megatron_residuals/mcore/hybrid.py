@@ -53,7 +53,7 @@ class ResidualStackMixin(ResidualBlockMixin):
         submodules = copy.copy(submodules)
         for field, spec in specs.items():
             setattr(submodules, field, replace_layer(spec, residual))
-        super().__init__(config, submodules, *args, **kwargs)
+        super().__init__(config, submodules, *args, **kwargs)  # type: ignore[call-arg]
         self._build_residual(residual, layout, vp_stage)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
@@ -56,7 +56,13 @@ def bias_dropout(
     return apply
 
 
-class ResidualLayerMixin:
+if TYPE_CHECKING:  # what the mixin stands in front of: this, or another class of LAYERS
+    _Host = TransformerLayer
+else:
+    _Host = object
+
+
+class ResidualLayerMixin(_Host):
     """Turns a host layer class into one that carries a residual state.
 
     With the bias-dropout-adds replaced, the host's ``_forward_attention(x)``, ``_forward_mlp(x)``
@@ -115,7 +121,7 @@ class ResidualLayerMixin:
         """The residual modules of the layer's sublayers, in order."""
         return [getattr(self, name) for name in self.parts]
 
-    def forward(
+    def forward(  # type: ignore[override]  # a state in place of a hidden state
         self,
         state: ResidualState | None = None,
         *,
@@ -140,19 +146,16 @@ class ResidualLayerMixin:
             return state
         finally:
             # the host leaves them here, and with them the graph of a step that raises
-            self.input_layernorm_checkpoint = self.pre_mlp_norm_checkpoint = None
+            vars(self).update(input_layernorm_checkpoint=None, pre_mlp_norm_checkpoint=None)
 
     def _run_attention(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
-        output: Tensor = self._forward_attention(self._input(x), **arguments)[0]
-        return output
+        return self._forward_attention(self._input(x), **arguments)[0]
 
     def _run_mlp(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
-        output: Tensor = self._forward_mlp(self._input(x), **mlp_arguments(arguments))
-        return output
+        return cast(Tensor, self._forward_mlp(self._input(x), **mlp_arguments(arguments)))
 
     def _run_mixer(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
-        output: Tensor = self.host_layer.forward(self, self._input(x), **mixer_arguments(arguments))
-        return output
+        return self.host_layer.forward(self, self._input(x), **mixer_arguments(arguments))
 
     def _input(self, x: Tensor) -> Tensor:
         """x as the host's checkpoints inside a sublayer need it.
@@ -217,7 +220,7 @@ def tag_parameters(module: torch.nn.Module, config: Any) -> None:
     it does so for parameters that carry ``sequence_parallel``.
     """
     for parameter in module.parameters():
-        parameter.sequence_parallel = config.sequence_parallel
+        vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
 
 ResidualTransformerLayer = residual_layer_class(TransformerLayer)

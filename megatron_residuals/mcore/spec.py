@@ -100,7 +100,7 @@ def replace_layer(spec: ModuleSpec, residual: ResidualConfig) -> ModuleSpec:
             "subclasses have the sublayers that a residual mechanism needs"
         )
     replaced = copy.copy(spec)
-    replaced.module = residual_layer_class(spec.module)
+    replaced.module = residual_layer_class(spec.module)  # type: ignore[arg-type]
     replaced.params = {**spec.params, RESIDUAL: residual}
     return replaced
 

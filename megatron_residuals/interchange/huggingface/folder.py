@@ -176,7 +176,7 @@ def _shards(
     shard: dict[str, Tensor] = {}
     held = 0
     for part in parts:
-        tensor = checkpoint.part(part.key, part.index)
+        tensor = checkpoint.part(part.key, part.place)
         if shard and held + tensor.nbytes > shard_bytes:
             yield shard
             shard, held = {}, 0
@@ -192,7 +192,7 @@ def differing(
     where = json_object(read_text(folder / INDEX), folder / INDEX)["weight_map"]
     assert isinstance(where, dict), "written here"
     for part in parts:
-        tensor = checkpoint.part(part.key, part.index)
+        tensor = checkpoint.part(part.key, part.place)
         for name, expected in split(part, tensor, config).items():
             (found,) = tensor_file.read_tensors(folder / where[name], name.__eq__).values()
             same_kind = (found.dtype, found.shape) == (expected.dtype, expected.shape)

@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class ResidualGPTConfig(PretrainedConfig):  # type: ignore[misc]
+class ResidualGPTConfig(PretrainedConfig):
     """Sizes of the model; ``residual`` are the settings of the mechanism, as they were recorded."""
 
     model_type = "residual_gpt"
@@ -87,10 +87,9 @@ class ResidualHead(Float32Module, Head):
     """The mechanism in front of the final norm."""
 
 
-def rotary_angles(config: ResidualGPTConfig, positions: Tensor) -> Tensor:
+def rotary_angles(rotary: dict[str, Any], head_dim: int, positions: Tensor) -> Tensor:
     """Angles [b, s, rotary dim] of positions [b, s], float32."""
-    rotary = config.rotary
-    dim = int(config.head_dim * rotary["percent"])
+    dim = int(head_dim * rotary["percent"])
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
     inverse = 1.0 / rotary["base"] ** exponents
     if rotary["scaling_factor"] is not None:
@@ -210,9 +209,10 @@ class Layer(nn.Module):
         return self.mlp_residual(state, lambda x: self.mlp(self.post_attention_layernorm(x)))
 
 
-class ResidualGPTPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class ResidualGPTPreTrainedModel(PreTrainedModel):
     """What transformers and serving engines ask of the class."""
 
+    config: ResidualGPTConfig
     config_class = ResidualGPTConfig
     base_model_prefix = "model"
     _no_split_modules = ["Layer"]
@@ -231,14 +231,14 @@ class ResidualGPTModel(ResidualGPTPreTrainedModel):
     def __init__(self, config: ResidualGPTConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size)
-        self.embed_positions = None
-        if config.rotary is None:
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, size)
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, size)
+        has_table = config.rotary is None
+        table = nn.Embedding(config.max_position_embeddings, size) if has_table else None
+        self.embed_positions = table
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.residual_head = ResidualHead(config.residual, size)
         self.norm = _norm(config, size)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of tokens."""
@@ -272,11 +272,11 @@ class ResidualGPTModel(ResidualGPTPreTrainedModel):
             cache=cache,
             position_ids=position_ids,
         )
-        positions = None
+        positions, rotary = None, self.config.rotary
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(position_ids)
-        else:
-            angles = rotary_angles(self.config, position_ids)[:, None]
+        elif rotary is not None:
+            angles = rotary_angles(rotary, self.config.head_dim, position_ids)[:, None]
             positions = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
         state = open_state(hidden, self.config.residual)
         for layer in self.layers:
@@ -285,7 +285,7 @@ class ResidualGPTModel(ResidualGPTPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden, cache=cache)
 
 
-class ResidualGPTForCausalLM(ResidualGPTPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class ResidualGPTForCausalLM(ResidualGPTPreTrainedModel, GenerationMixin):
     """The model with its output layer."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -294,7 +294,7 @@ class ResidualGPTForCausalLM(ResidualGPTPreTrainedModel, GenerationMixin):  # ty
         super().__init__(config)
         self.model = ResidualGPTModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -306,9 +306,12 @@ class ResidualGPTForCausalLM(ResidualGPTPreTrainedModel, GenerationMixin):  # ty
         """Logits [b, s, vocabulary], and the loss where there are labels."""
         kwargs.pop("return_dict", None)
         outputs = self.model(input_ids, **kwargs)
-        kept = logits_to_keep
-        kept = slice(-kept if kept else None, None) if isinstance(kept, int) else kept
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        hidden = outputs.last_hidden_state
+        if isinstance(logits_to_keep, int):
+            hidden = hidden[:, -logits_to_keep if logits_to_keep else None :]
+        else:
+            hidden = hidden[:, logits_to_keep]
+        logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)

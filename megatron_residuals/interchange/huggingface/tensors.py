@@ -49,13 +49,13 @@ class Part(NamedTuple):
 
     Attributes:
         key: its name in the checkpoint.
-        index: where in the first axes of what has that name.
+        place: where in the first axes of what has that name.
         size: its shape.
         names: of the exported tensors.
     """
 
     key: str
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     size: tuple[int, ...]
     names: tuple[str, ...]
 

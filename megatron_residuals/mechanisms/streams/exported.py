@@ -51,6 +51,8 @@ def _parameter(*shape: int) -> nn.Parameter:
 class Sublayer(nn.Module):
     """One sublayer over n streams: streams' = h_res streams + h_post F(h_pre streams)."""
 
+    mapping_weight: nn.Parameter | None
+
     def __init__(self, settings: Settings, hidden_size: int, sublayer: int) -> None:
         super().__init__()
         self.settings, n = settings, int(settings["streams"])
@@ -73,6 +75,7 @@ class Sublayer(nn.Module):
         return (self._mhc if self.is_mhc else self._hc)(streams)
 
     def _mhc(self, streams: Tensor) -> StreamCoefficients:
+        assert self.mapping_weight is not None
         alpha = torch.cat((self.alpha_pre, self.alpha_post, self.alpha_res))
         options = MhcOptions(
             str(self.settings["mhc_convention"]),
