@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from megatron_residuals.kernels.common import dispatch
 
 STAND_IN = """\
-Transformer Engine is not installed here: its layers are stood in for by the host's local ones \
-with flash attention"""
+Transformer Engine's layers run on GPUs only: they are stood in for by the host's local ones with \
+flash attention"""
 # Kernels of others that the stand-ins do without; what they keep is the same.
 FUSIONS = (
     "apply_rope_fusion",

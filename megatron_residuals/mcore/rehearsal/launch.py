@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megatron_residuals.mcore.rehearsal.devices import NO_TRITON, STAND_IN
 from megatron_residuals.mcore.rehearsal.one_rank import RehearsalError, Rehearsed, rehearse
 from megatron_residuals.mcore.rehearsal.ranks import RankKind, pipeline_rank, ranks_to_rehearse
 from megatron_residuals.mcore.rehearsal.report import Rehearsal
+from megatron_residuals.mcore.training.forecast import Forecast, forecast
 from megatron_residuals.mcore.training.reading import (
     Printed,
     Reading,
@@ -25,9 +27,22 @@ from megatron_residuals.mcore.training.reading import (
     quiet,
     read_launch,
 )
+from megatron_residuals.planner.simulate.costs import Rates
+from megatron_residuals.planner.simulate.hardware import GPUS, NETWORKS
+from megatron_residuals.planner.simulate.links import Network
+from megatron_residuals.planner.simulate.schemes import PLAIN, Scheme
+from megatron_residuals.planner.simulate.simulator import Cluster, simulate
 from megatron_residuals.text import format_bytes
 
 RECOMPUTE_FLAG = f"{MECHANISM_FLAG}-recompute"
+PATTERN = "hybrid_layer_pattern"
+SCAN = """\
+Mamba and gated delta net layers run as plain PyTorch here; the kernels of mamba-ssm and \
+flash-linear-attention may keep something else"""
+GPU, NETWORK = "h100", "ndr"
+HEADERS = """\
+variable_seq_lengths and --residual-check-messages send headers whose values say what follows, \
+and a rehearsal has no values; leave them out: a header of a few numbers is all they add"""
 EVEN_LOAD = "experts are evenly loaded; a rank whose experts get more tokens needs more"
 
 
@@ -61,8 +76,11 @@ class Launch:
 
         Raises:
             HostRefusalError: what Megatron has against it.
+            ValueError: messages are preceded by headers.
         """
         reading = read_launch(Path(script), argv, size, for_gpus=on_gpu)
+        if reading.config.variable_seq_lengths or (residual and residual.check_messages):
+            raise ValueError(HEADERS)
         return cls(Path(script), tuple(argv), size, residual, on_gpu, reading)
 
     def kinds(self, ranks: Sequence[int] | None = None) -> list[RankKind]:
@@ -89,7 +107,7 @@ class Launch:
         """
         argv = (*self.argv, *((RECOMPUTE_FLAG, policy) if policy else ()))
         ranks = [self._in_a_process(argv, kind.rank) for kind in kinds]
-        return Rehearsal(self._heading(), kinds, ranks, self._notes())
+        return Rehearsal(self._heading(), self._step(), kinds, ranks, self._notes())
 
     def _in_a_process(self, argv: Sequence[str], rank: int) -> Rehearsed:
         """What the host sets up is one for a process, so every rank gets one of its own."""
@@ -129,12 +147,24 @@ class Launch:
             f"{'a GPU' if self.on_gpu else 'the CPU host'}"
         )
 
+    def _step(self) -> str | None:
+        """What the simulator says of it, beside the stock model."""
+        if not self.on_gpu:
+            return None
+        try:
+            found = forecast(self.reading, self.residual)
+        except ValueError as error:
+            return f"step: no estimate: {error}"
+        return _step_time(found)
+
     def _notes(self) -> list[str]:
         notes = [] if self.on_gpu else list(self.reading.notes)
         if self.on_gpu and self.reading.args.transformer_impl == "transformer_engine":
             notes.append(STAND_IN)
         if self.on_gpu and triton_fault() is not None:
             notes.append(NO_TRITON)
+        if self.on_gpu and set("MG") & set(getattr(self.reading.args, PATTERN, None) or ""):
+            notes.append(SCAN)
         if self.reading.config.num_moe_experts:
             notes.append(EVEN_LOAD)
         return notes
@@ -166,3 +196,21 @@ class Launch:
             return []
         known = ("none", *self.residual.entry.recompute)
         return [policy for policy in known if policy != self.residual.recompute]
+
+
+def _step_time(found: Forecast) -> str:
+    """A step of the launch as the simulator plays it, beside one of the stock model."""
+    network = Network(GPUS[GPU].inside, NETWORKS[NETWORK])
+    cluster = Cluster(Rates(GPUS[GPU]), network, found.overlap, found.waits_for_sends)
+    plain = dataclasses.replace(found.plan, residual=ResidualConfig())
+    launch, stock = (
+        simulate(scheme, cluster, prediction=prediction).step_s
+        for scheme, prediction in (
+            (Scheme("launch", found.plan), found.prediction),
+            (Scheme(PLAIN, plain), plain.stock_full if found.host_full else plain.stock),
+        )
+    )
+    return (
+        f"step: about {launch:.3g} s, {launch / stock:.3f} of the plain residual's, by the sizes; "
+        f"{GPU} GPUs over {NETWORK}; for others, and what is in it: megatron-residuals simulate"
+    )

@@ -122,7 +122,7 @@ def _named(places: Places, rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         raise RehearsalError(
-            f"rank {rank}, {places.now}: {type(error).__name__}: {error}"
+            f"rank {rank}, {places.now}{places.given}: {type(error).__name__}: {error}"
         ) from error
 
 

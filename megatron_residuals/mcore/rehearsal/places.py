@@ -19,6 +19,7 @@ from megatron_residuals.modules import ResidualHead, SublayerResidual
 
 ACTIVATIONS, RESIDUAL_PATH, LOGITS = "activations", "residual path", "logits"
 OURS = "megatron_residuals"
+PARTS = ("self_attention", "mlp", "mixer", "output_layer")
 _VERBS = ("begin", "read", "write", "reread", "close")
 _EDGES = ("enter", "exit")
 
@@ -35,6 +36,7 @@ class Places:
         self._texts: list[str] = []
         self._numbers: dict[str, int] = {}
         self._pass, self._modules = "set-up", [""]
+        self._given = [""]
         self._residual_depth, self._logits_shape = 0, -1
         self._batch_of = WeakIdKeyDictionary()
         self._seen: dict[int, int] = {}
@@ -50,6 +52,11 @@ class Places:
     def now(self) -> str:
         """The place in words."""
         return self._texts[self.number]
+
+    @property
+    def given(self) -> str:
+        """What the module at work was given: its tensors [shape] dtype; nothing, if it had none."""
+        return self._given[-1]
 
     def _renumber(self) -> None:
         module = self._modules[-1]
@@ -70,11 +77,12 @@ class Places:
     def during(self, what: str) -> Iterator[None]:
         """A pass, or what comes in front of the first and behind the last."""
         before = self._pass, self._modules
+        given, self._given = self._given, [""]
         self._pass, self._modules = what, [""]
         self._renumber()
         yield
         # after an error the place stays where it was raised
-        self._pass, self._modules = before
+        (self._pass, self._modules), self._given = before, given
         self._renumber()
         gc.collect()  # when Python finds cycles of its own accord is no property of a launch
 
@@ -118,9 +126,9 @@ class Places:
                 layer = getattr(module, "layer_number", None)
                 if "layers." in name and name.rpartition(".")[2].isdecimal():
                     self._names[module] = f"layer {layer}"
-                elif name.rpartition(".")[2] in ("self_attention", "mlp", "output_layer"):
+                elif name.rpartition(".")[2] in PARTS:
                     self._names[module] = name.rpartition(".")[2]
-                elif name.endswith(("embedding", "final_layernorm", "residual_head")):
+                elif name.endswith(("embedding", "final_layernorm", "final_norm", "residual_head")):
                     self._names[module] = name.rpartition(".")[2]
                 if name.endswith("output_layer"):
                     self._logits_shape = module.output_size_per_partition
@@ -138,8 +146,11 @@ class Places:
 
         return marked
 
-    def _enter(self, module: nn.Module, inputs: object) -> None:
+    def _enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         if (name := self._names.get(module)) is not None:
+            tensors = (each for each in inputs if isinstance(each, Tensor))
+            given = ", ".join(f"{list(each.shape)} {each.dtype}" for each in tensors)
+            self._given.append(f" given {given}" if given else "")
             outer = self._modules[-1]
             self._modules.append(f"{outer} {name}" if outer else name)
             self._renumber()
@@ -147,6 +158,7 @@ class Places:
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if module in self._names:
             self._modules.pop()
+            self._given.pop()
             self._renumber()
 
     def _forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_residuals.mcore.compat import stage_layout
-from megatron_residuals.pipeline.layout import StageLayout
+from megatron_residuals.pipeline.layout import GPT_LAYER, StageLayout
+from megatron_residuals.pipeline.pattern import KINDS
 
-INNER = "inner"
+EXPERTS = (KINDS["E"],)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class RankKind:
 
 def ranks_to_rehearse(args: argparse.Namespace, config: Any) -> list[RankKind]:
     """One rank of each kind, or two, in the order of the pipeline."""
-    layout = stage_layout(config, args.pipeline_model_parallel_size)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    layout = stage_layout(config, args.pipeline_model_parallel_size, pattern)
     signatures = [_signature(layout, config, p) for p in range(layout.num_ranks)]
     chosen = {signatures.index(each) for each in signatures}
     chosen |= {_last_index(signatures, each) for each in signatures}
@@ -64,15 +66,21 @@ def pipeline_rank(args: argparse.Namespace, rank: int) -> int:
 def _signature(layout: StageLayout, config: Any, rank: int) -> tuple[object, ...]:
     last = layout.num_stages - 1
     return tuple(
-        (g == 0, g == last, _experts(layout, config, g))
+        (g == 0, g == last, _layers(layout, config, g))
         for g in range(rank, layout.num_stages, layout.num_ranks)
     )
 
 
-def _experts(layout: StageLayout, config: Any, stage: int) -> tuple[bool, ...]:
-    """For each layer of a stage, whether its MLP has experts."""
+def _layers(layout: StageLayout, config: Any, stage: int) -> tuple[object, ...]:
+    """The kinds of a stage's layers, those of a GPT with experts apart from its others."""
     before = sum(layout.layers[:stage])
     layers = range(before, before + layout.layers[stage])
+    if layout.layer_kinds is not None:
+        return layout.layer_kinds[before : layers.stop]
+    return tuple(EXPERTS if has else GPT_LAYER for has in _have_experts(layers, config))
+
+
+def _have_experts(layers: range, config: Any) -> tuple[bool, ...]:
     if not config.num_moe_experts:
         return (False,) * len(layers)
     frequency = config.moe_layer_freq
@@ -86,9 +94,9 @@ def _last_index(values: Sequence[object], value: object) -> int:
 
 
 def _name(layout: StageLayout, config: Any, rank: int, signature: tuple[Any, ...]) -> str:
-    layers = [len(experts) for *_, experts in signature]
-    words = [f"{'+'.join(map(str, layers))} layers"]
-    if any(any(experts) for *_, experts in signature):
+    layers = [layers for *_, layers in signature]
+    words = [f"{'+'.join(str(len(each)) for each in layers)} layers"]
+    if any(EXPERTS in each for each in layers):
         words.append("experts")
     if any(first for first, *_ in signature):
         words.append("embedding")

@@ -29,10 +29,12 @@ class Rehearsal:
 
     Attributes:
         heading: the launch, in one line.
+        step: what a step may take on GPUs, in one line; None on the CPU host.
         notes: what was assumed, a line each.
     """
 
     heading: str
+    step: str | None
     kinds: Sequence[RankKind]
     ranks: Sequence[Rehearsed]
     notes: Sequence[str]
@@ -58,6 +60,7 @@ def rendered(rehearsal: Rehearsal, verdict: str | None) -> str:
         f"most: rank {worst.rank}, {format_bytes(worst.total_bytes)}: {worst.place}",
         *_hops(rehearsal.ranks),
         *_messages(worst),
+        *([rehearsal.step] if rehearsal.step else []),
         *(f"note: {note}" for note in rehearsal.notes),
         UNSEEN,
     ]
@@ -105,6 +108,7 @@ def fields(rehearsal: Rehearsal, verdict: str | None) -> dict[str, Any]:
     """The whole, for JSON; bytes."""
     return {
         "launch": rehearsal.heading,
+        "step": rehearsal.step,
         "worst_rank": rehearsal.worst.rank,
         "peak_bytes": rehearsal.worst.total_bytes,
         "ranks": [

@@ -122,15 +122,25 @@ class Result:
         return flops / (peak * self.step_s)
 
 
-def simulate(scheme: Scheme, cluster: Cluster, budget_bytes: int | None = None) -> Result:
+def simulate(
+    scheme: Scheme,
+    cluster: Cluster,
+    budget_bytes: int | None = None,
+    *,
+    prediction: Prediction | None = None,
+) -> Result:
     """Play a step of one scheme.
+
+    Args:
+        budget_bytes: for activations, by rank; the policy of least extra work that fits is played.
+        prediction: memory under the policy to play, whatever the budget.
 
     Raises:
         ValueError: what the host's schedules refuse.
         Deadlock, OutOfOrder: the programs do not fit together, which is a fault of this package.
     """
     memory = scheme.memory
-    prediction = scheme.prediction(budget_bytes)
+    prediction = prediction or scheme.prediction(budget_bytes)
     costs = PassCosts(
         memory.layout, scheme.residual, memory.sizes, cluster.rates, prediction.policy
     )

@@ -19,6 +19,7 @@ from megatron_residuals.mcore.rehearsal.values import evenly_routed
 
 if __name__ == "__main__":
     script, rank = Path(os.environ["ENTRY"]), int(os.environ["RANK"])
+    sys.path.insert(0, str(script.parent))
     with evenly_routed(lambda chosen, evenly: chosen.copy_(evenly)):
         found = run_one_step(script, sys.argv[1:], rank, None, on_gpu=False)
     print("for real:", json.dumps(dataclasses.asdict(found)), flush=True)

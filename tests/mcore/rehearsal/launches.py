@@ -13,6 +13,7 @@ from tests.scripts import Order, Scripts
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+HYBRID = ROOT / "examples" / "pretrain_hybrid.py"
 MORE = Path(__file__).with_name("more_models.py")
 SIZES = """
     --num-layers 4 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --seq-length 32
@@ -42,7 +43,8 @@ class Case:
     @property
     def argv(self) -> list[str]:
         """Arguments of the script."""
-        return [*SIZES.split(), *self.arguments.split()]
+        sizes = SIZES if self.script != HYBRID else SIZES.replace("--num-layers 4", "")
+        return [*sizes.split(), *self.arguments.split()]
 
 
 CASES = (
@@ -70,6 +72,12 @@ CASES = (
         "multi-token prediction",
         "--residual block_attnres --residual-block-layers 2 --mtp-num-layers 1",
         script=MORE,
+    ),
+    Case(
+        "hybrid",
+        f"{MHC} --residual-recompute group {PIPELINE} --hybrid-layer-pattern M*-|M*|-M|-*- "
+        "--mamba-head-dim 24 --mamba-num-groups 2 --mamba-state-dim 16",
+        script=HYBRID,
     ),
     Case(
         "tensor parallel",

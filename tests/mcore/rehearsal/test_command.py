@@ -90,14 +90,24 @@ def test_an_error_in_the_middle_says_stage_micro_batch_and_layer(
     words = launch("--pipeline-model-parallel-size", "2", script=script)
     found = rehearse(scripts, tmp_path, "2", "--ranks", "1", *words)
     assert found.status == 1
-    said = "rank 1, forward of stage 3, micro-batch 1, layer 4 mlp: TypeError: an MLP that cannot"
-    assert said in found.log
+    said = (
+        "rank 1, forward of stage 3, micro-batch 1, layer 4 mlp given [32, 2, 48] torch.float32: "
+    )
+    assert f"{said}TypeError: an MLP that cannot" in found.log
 
 
 def test_what_megatron_refuses_is_refused_in_its_words(scripts: Scripts, tmp_path: Path) -> None:
     found = rehearse(scripts, tmp_path, "2", *launch("--num-layers", "5"))
     assert found.status == 1
     assert "megatron_residuals.run: error: Megatron refuses this launch:" in found.log
+
+
+def test_message_headers_are_refused_since_they_are_values(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    found = rehearse(scripts, tmp_path, "2", *launch("--residual-check-messages"))
+    assert found.status == 1
+    assert "error: variable_seq_lengths and --residual-check-messages send headers" in found.log
 
 
 def test_the_world_may_be_left_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
