@@ -76,7 +76,7 @@ FLOORS = {
     "interchange.huggingface.modeling_residual_gpt": floor(4, "torch transformers"),
     "interchange.names": floor(1),
     "mcore": floor(5, "torch megatron packaging", "transformer_engine"),
-    "cpu_host": floor(5.5, "torch megatron", "typing_extensions"),
+    "cpu_host": floor(5.5, "torch megatron", "transformer_engine typing_extensions"),
     "testing": floor(5.5, "torch megatron", "pytest triton"),
     "specs": floor(6, "torch megatron"),
     "run": floor(6, "torch megatron"),

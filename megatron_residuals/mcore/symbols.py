@@ -54,6 +54,7 @@ def _symbol(path: str, parameters: str, use: str, *, optional: bool = False) -> 
 _LAYER = "transformer.transformer_layer.TransformerLayer"
 _BLOCK = "transformer.transformer_block.TransformerBlock"
 LAUNCHES = "reads a launch ahead of the run, which needs megatron.training"
+REHEARSES = "--rehearse: watched, or done without what a rehearsal has not"
 _SCHEDULES = "pipeline_parallel.schedules"
 _STEP = "model num_microbatches forward_only"
 _P2P = "pipeline_parallel.p2p_communication.P2PCommunicator"
@@ -175,6 +176,25 @@ SYMBOLS = (
             (f"{_TRAINING}.arguments.core_transformer_config_from_args", "args"),
             (f"{_TRAINING}.checkpointing.load_args_from_checkpoint", "args"),
             (f"{_TRAINING}.global_vars._GLOBAL_ARGS", ""),
+        )
+    ),
+    *(
+        HostSymbol(path, tuple(parameters.split()), REHEARSES, optional=True)
+        for path, parameters in (
+            (f"{_CORE}.rerun_state_machine.RerunDataIterator", "iterable"),
+            (f"{_CORE}.{_SCHEDULES}.backward_step", "input_tensor output_tensor"),
+            (f"{_CORE}.{_SCHEDULES}.forward_step", "model"),
+            (f"{_CORE}.tensor_parallel.layers._grad_accum_fusion_available", ""),
+            (f"{_CORE}.tensor_parallel.random._set_cuda_rng_state", ""),
+            (f"{_CORE}.tensor_parallel.random.CudaRNGStatesTracker.fork", ""),
+            (f"{_CORE}.transformer.dot_product_attention.DotProductAttention.forward", ""),
+            (f"{_CORE}.transformer.moe.router.TopKRouter.routing", ""),
+            (f"{_TRAINING}.get_args", ""),
+            (f"{_TRAINING}.global_vars.init_num_microbatches_calculator", ""),
+            (f"{_TRAINING}.initialize._compile_dependencies", ""),
+            (f"{_TRAINING}.initialize._initialize_tp_communicators", ""),
+            (f"{_TRAINING}.training.build_train_valid_test_data_iterators", ""),
+            (f"{_TRAINING}.training.train_step", ""),
         )
     ),
     HostSymbol(

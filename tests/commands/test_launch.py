@@ -158,7 +158,6 @@ def test_our_own_refusals_come_before_or_from_the_same_table_as_in_a_run(read: A
         "--residual mhc --cuda-graph-impl local": "CUDA graphs are not supported",
         "--residual mhc --use-torch-fsdp2 --untie-embeddings-and-output-weights "
         "--ckpt-format torch_dcp --no-gradient-accumulation-fusion": "cannot be sharded by layer",
-        "--residual mhc --fp32-residual-connection": "the state has the dtype of the activations",
         "--residual mhc --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --residual-recompute mix": "both would replay the same layers",
     }
@@ -166,8 +165,9 @@ def test_our_own_refusals_come_before_or_from_the_same_table_as_in_a_run(read: A
         with pytest.raises(ValueError, match=".") as error:
             read(f"{SMALL} {arguments}")
         assert words in str(error.value), arguments
-    stock = read(f"{SMALL} --fp32-residual-connection")  # the host's own block takes it
-    assert "not taken into account: fp32_residual_connection = True" in notes(stock)
+    for residual in ("", "--residual mhc"):
+        wide = read(f"{SMALL} {residual} --fp32-residual-connection --bf16")
+        assert "not taken into account: fp32_residual_connection = True" in notes(wide)
 
 
 def test_a_hybrid_launch_is_predicted_layer_by_layer(read: Any) -> None:

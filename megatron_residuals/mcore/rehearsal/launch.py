@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import MECHANISM_FLAG
 from megatron_residuals.kernels.common.dispatch import triton_fault
@@ -126,6 +128,8 @@ class Launch:
         return found
 
     def _as_rank(self, there: Connection, argv: Sequence[str], rank: int) -> None:
+        # Threads of autograd make torch's thread pool anew in a fork, and two at once abort.
+        torch.set_num_threads(1)
         printed = Printed()
         found: Rehearsed | RehearsalError
         try:

@@ -146,6 +146,7 @@ def test_the_record_is_one_small_object_that_needs_no_ranks(
         "mechanism": "mhc",
         "streams": 2,
         "mhc_convention": "paper",
+        "mhc_mixing": "sinkhorn",
         "mhc_sinkhorn_iterations": 20,
         "mhc_eps": 1e-6,
         "contraction": "mean",
@@ -154,6 +155,8 @@ def test_the_record_is_one_small_object_that_needs_no_ranks(
         "mechanism": "block_attnres",
         "block_sublayers": 3,
         "attnres_eps": 1e-6,
+        "attnres_heads": 1,
+        "attnres_additive": False,
     }
     train(PIPELINE, BLOCKS, PLAIN, 1, save=tmp_path / "saved", save_after=1)
     assert read_settings(tmp_path / "saved") == read_settings(saved[BLOCKS])
