@@ -64,6 +64,7 @@ FLOORS = {
     "versions": floor(0),
     "pipeline": floor(0),
     "planner": floor(1),
+    "function_modes": floor(1, "torch"),
     "functional": floor(1, "torch"),
     "kernels": floor(2, "torch triton", "fla liger_kernel"),
     "modules": floor(3, "torch"),

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from megatron_residuals.function_modes import ThroughBackward
 
 CPU = torch.device("cpu")
 
@@ -160,7 +161,7 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-class CudaArgumentsToCpu(TorchFunctionMode):
+class CudaArgumentsToCpu(ThroughBackward):
     """Runs `f(..., device="cuda")`, `.to("cuda")`, `.cuda()` and pinning on the CPU."""
 
     def __torch_function__(

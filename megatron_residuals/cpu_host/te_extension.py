@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from megatron_residuals.function_modes import ThroughBackward
 
 _PACKAGE, _EXTENSION = "transformer_engine", "transformer_engine_torch"
 
@@ -46,6 +47,8 @@ def supply_extension() -> str | None:
 def _import_without_core() -> str:
     """The variable is what its own build sets to leave the core library out."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    # Without it a module that is split over ranks warns that messages may not overlap with work.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package tries to load the extension, and warns
         package = importlib.import_module(_PACKAGE)
@@ -54,7 +57,7 @@ def _import_without_core() -> str:
     return str(package.__version__)
 
 
-class _AnswersAsGpu(TorchFunctionMode):
+class _AnswersAsGpu(ThroughBackward):
     """Tensors are on a GPU when Transformer Engine asks, and for nobody else."""
 
     def __torch_function__(

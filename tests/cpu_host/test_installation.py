@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,24 @@ def test_the_gauges_of_a_straggler_report_read_zero() -> None:
 )
 def test_a_tensor_asked_for_on_cuda_is_on_the_cpu(make: Callable[[], torch.Tensor]) -> None:
     assert make().device == torch.device("cpu")
+
+
+class MakesOnCuda(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(grad, 3, device="cuda")
+
+
+def test_in_a_backward_pass_too_what_is_asked_for_on_cuda_is_on_the_cpu() -> None:
+    # torch runs backward with the mode off that maps devices: Transformer Engine makes its bias
+    # gradients there.
+    x = torch.zeros(2, requires_grad=True)
+    MakesOnCuda.apply(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
 
 
 def test_a_cpu_tensor_passes_for_its_cuda_type_and_for_its_own_and_for_no_other() -> None:

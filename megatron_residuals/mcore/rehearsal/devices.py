@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from megatron_residuals.function_modes import ThroughBackward
 from megatron_residuals.kernels.common import dispatch
 
 STAND_IN = """\
@@ -36,7 +36,7 @@ FUSIONS = (
 NO_TRITON = "Triton is not installed here: the residual path is rehearsed as plain PyTorch runs it"
 
 
-class _GpuForms(TorchFunctionMode):
+class _GpuForms(ThroughBackward):
     """Norms and dropout as one operation, as on a GPU."""
 
     def __torch_function__(
