@@ -316,7 +316,8 @@ def main(
         "forward_step_func": forward_step,
         "store": store,
     }
-    if "cfg_container" not in inspect.signature(pretrain).parameters:  # up to 0.17
+    takes = inspect.signature(pretrain).parameters
+    if "cfg_container" not in takes:  # up to 0.17
         run(**call, model_provider=model_provider, args_defaults=ARGS_DEFAULTS)
         return
     from megatron.training import argument_utils
@@ -324,7 +325,7 @@ def main(
 
     args = parse_and_validate_args(args_defaults=ARGS_DEFAULTS)
     refuse_unsupported(args, refused_args)
-    if hasattr(argument_utils, config_from_args):  # from 0.19 on
+    if takes["model_provider"].default is None:  # from 0.19 on
         model_config = getattr(argument_utils, config_from_args)(args)
         run(argument_utils.pretrain_cfg_container_from_args(args, model_config), **call)
     else:
