@@ -232,6 +232,15 @@ def map_all_to_all_splits() -> str:
     return "torch.distributed.all_to_all_single: tensor split sizes -> lists"
 
 
+def map_inference_messages() -> str:
+    """The host asserts that what stages send each other while generating lies on a GPU."""
+    from megatron.core.inference import communication_utils
+
+    communication_utils._is_cuda = _answers()
+    communication_utils._is_cuda_contiguous = _answers()
+    return "megatron.core.inference.communication_utils: tensors need not be on a GPU"
+
+
 def map_megatron_rng() -> str:
     """The host reads CUDA generators directly; here the one generator is the CPU's."""
     from megatron.core.tensor_parallel import random as host_random

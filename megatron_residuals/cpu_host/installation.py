@@ -87,7 +87,11 @@ def install(*, training: bool = False) -> Report:
             repairs=(host_repairs.add_typing_override, host_repairs.stub_paged_stash),
             speed=(speed_only.disable_torch_compile,),
         ) + _apply(
-            mapping=(mixers.supply_mixer_kernels, device_mapping.map_megatron_rng),
+            mapping=(
+                mixers.supply_mixer_kernels,
+                device_mapping.map_megatron_rng,
+                device_mapping.map_inference_messages,
+            ),
             repairs=(
                 host_repairs.tag_torch_norm,
                 host_repairs.norm_hybrid_stacks,

@@ -12,15 +12,17 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import WrappedTensor
 from torch import Tensor
 
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.mcore.compat import outer_quantization_context, stage_layout
+from megatron_residuals.mcore.inference import check_context
 from megatron_residuals.mcore.layer import parameter_device, tag_parameters
 from megatron_residuals.mcore.route import route_for
 from megatron_residuals.mcore.runner import StageRunner
 from megatron_residuals.mcore.spec import block_submodules
-from megatron_residuals.mcore.stage_io import StageIO, fresh
+from megatron_residuals.mcore.stage_io import StageIO, Visit, fresh
 from megatron_residuals.mcore.support import check_model
 from megatron_residuals.mcore.training.checkpoint import record_for, refuse_mechanism
 from megatron_residuals.mcore.training.warm_start import keep_initial_values
@@ -126,16 +128,22 @@ class ResidualBlockMixin(MegatronModule):
 
         Keyword arguments are those of the host's stack; they reach the layers unchanged.
         """
-        self._refuse_inference(inference_params, arguments.get("inference_context"))
+        context = arguments.get("inference_context") or inference_params
+        if context is not None:
+            check_context(context, self.config, self.stage_io.route)
+            arguments["inference_context"] = context
         if extract_layer_indices:
             raise ValueError(
                 "extract_layer_indices: between layers there is no single hidden state to extract"
             )
         arguments["attention_mask"] = attention_mask
+        if isinstance(hidden_states, WrappedTensor):  # the host's way to free it early in inference
+            hidden_states = hidden_states.unwrap()
         hidden = hidden_states if self.pre_process else self._payload
         assert hidden is not None  # the host's model and schedule give it
         self._payload = self.input_tensor = None
-        visit = self.stage_io.begin()
+        # a pass that generates belongs to no step of a schedule
+        visit = self.stage_io.begin() if context is None else Visit(0)
         entered = fresh(hidden)
         with self._rng_context(), outer_quantization_context(self.config):
             hidden = self._run(entered, visit, arguments)
@@ -168,14 +176,6 @@ class ResidualBlockMixin(MegatronModule):
     def _rng_context(self) -> AbstractContextManager[Any]:
         """The random states in which the host's stack runs its layers."""
         return nullcontext()
-
-    @staticmethod
-    def _refuse_inference(*contexts: Any) -> None:
-        if any(context is not None for context in contexts):
-            raise ValueError(
-                "generation with an inference context is not supported with a replaced residual; "
-                "run a plain forward pass"
-            )
 
 
 class ResidualTransformerBlock(ResidualBlockMixin, TransformerBlock):  # type: ignore[misc]

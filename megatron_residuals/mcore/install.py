@@ -135,6 +135,10 @@ SEAMS = (
 
 _MIXED = "a group may hold float32 and 16-bit parameters"
 _FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
+_WRAPPER = (
+    "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper"
+    ".AbstractModelInferenceWrapper"
+)
 AROUND = (
     Seam(
         HYBRID_MODEL,
@@ -159,8 +163,22 @@ AROUND = (
     ),
     Seam(_FLOAT16, "sharded_state_dict", "", _MIXED, "training.mixed_precision.saves_whole_groups"),
     Seam(_FLOAT16, "load_state_dict", "", _MIXED, "training.mixed_precision.loads_whole_groups"),
+    Seam(
+        _WRAPPER,
+        "__init__",
+        "",
+        "refuses what cannot generate",
+        "inference.checks_contexts",
+    ),
+    Seam(
+        _WRAPPER,
+        "_allocate_recv_buffer",
+        "",
+        "receives payloads of exact width where a model generates",
+        "inference.receives_payloads",
+    ),
 )
-"""Wrapped around training, in patched hosts as well."""
+"""Wrapped around training and generation, in patched hosts as well."""
 
 _LOOP = "megatron.training.training"
 OPTIMIZER = Seam(

@@ -60,6 +60,10 @@ _STEP = "model num_microbatches forward_only"
 _P2P = "pipeline_parallel.p2p_communication.P2PCommunicator"
 _HALF = "optimizer.optimizer.Float16OptimizerWithFloat16Params"
 _MESSAGES = "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs"
+_WRAPPER = (
+    "inference.model_inference_wrappers.abstract_model_inference_wrapper"
+    ".AbstractModelInferenceWrapper"
+)
 _SHARDED = "prefix sharded_offsets metadata"
 
 SYMBOLS = (
@@ -92,6 +96,10 @@ SYMBOLS = (
     ),
     _symbol("utils.get_model_config", "model", "finds the route of a model"),
     _symbol("parallel_state.create_group", "ranks", "makes the groups of messages"),
+    _symbol("utils.WrappedTensor.unwrap", "", "generates"),
+    _symbol("inference.contexts.StaticInferenceContext", "", "generates"),
+    _symbol(f"{_WRAPPER}.__init__", "model", "replaced"),
+    _symbol(f"{_WRAPPER}._allocate_recv_buffer", "batch_size seq_len", "replaced"),
     _symbol("dist_checkpointing.load", "sharded_state_dict checkpoint_dir strict", "replaced"),
     _symbol("dist_checkpointing.mapping.ShardedTensor", "key data", "read in requests"),
     _symbol(
