@@ -18,17 +18,22 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_residuals.mcore.route import Route, route_of
+from megatron_residuals.pipeline.pattern import KINDS
 from megatron_residuals.text import fault_list
+
+SCANS = frozenset((KINDS["M"], KINDS["G"]))
 
 
 def receives_payloads(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What allocates the buffer of a pipeline rank: as many rows as the plan says will arrive."""
+    """What allocates the buffer of a pipeline rank: as long as the payload that will arrive."""
 
     @functools.wraps(stock)
     def allocate(wrapper: Any, batch_size: int, seq_len: int) -> Tensor:
-        route = route_of(get_model_config(wrapper.model))
-        rows = 1 if route is None else route.plan.rows_in(wrapper.pp_group.rank())
-        return stock(wrapper, batch_size, rows * seq_len)
+        config = get_model_config(wrapper.model)
+        if (route := route_of(config)) is not None:
+            stage, row = wrapper.pp_group.rank(), (seq_len, batch_size, config.hidden_size)
+            seq_len = route.payload_length(stage, row, wrapper.pipeline_communication_dtype)
+        return stock(wrapper, batch_size, seq_len)
 
     return allocate
 
@@ -64,9 +69,15 @@ def check_context(context: object, config: Any, route: Route) -> None:
             "not supported; give the wrapper a StaticInferenceContext, and the static engine "
             "legacy=True"
         )
-    if route.plan.layout.num_chunks > 1:
+    layout = route.plan.layout
+    if scans := {kind for kinds in layout.layer_kinds or () for kind in kinds} & SCANS:
         faults.append(
-            f"virtual_pipeline_model_parallel_size = {route.plan.layout.num_chunks}: the host "
+            f"layers of kind {', '.join(sorted(scans))}: they keep states of their own between "
+            "tokens, which is not tried here; attention, MLP and expert layers generate"
+        )
+    if layout.num_chunks > 1:
+        faults.append(
+            f"virtual_pipeline_model_parallel_size = {layout.num_chunks}: the host "
             "generates without virtual stages; load the checkpoint into a model without them"
         )
     if getattr(config, "mtp_num_layers", None):

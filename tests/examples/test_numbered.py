@@ -70,6 +70,11 @@ def test_the_mechanisms_run_without_megatron_and_show_what_they_do(
     assert sum(weights) == pytest.approx(1.0, abs=5e-3)
 
 
+def test_a_model_that_has_learned_to_count_counts_on(run: Callable[..., str]) -> None:
+    text = run("generate", "block_attnres(block_layers=1)")
+    assert "17 18 19 20 21 22 ->  23 24 25 26 27 28" in text and "30 31 ->  0 1 2 3 4 5" in text
+
+
 def test_mechanisms_are_compared_from_one_first_loss(
     run: Callable[..., str],
 ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -20,9 +20,11 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     TextGenerationController,
 )
 
-from megatron_residuals.testing.ranks import run_ranks
+from megatron_residuals.testing.ranks import RankFailure, run_ranks
 from megatron_residuals.testing.residual_toy import toy_spec
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel
+from megatron_residuals.testing.toy_weights import default_initialise
+from tests.mcore.test_hybrid import hybrid
 
 pytestmark = pytest.mark.host
 
@@ -31,13 +33,24 @@ MECHANISMS = (
     "hc(recompute='group:2')",
     "mhc(recompute='mix')",
     "mhc(streams=3, mhc_convention='dsv4')",
-    "attnres(recompute='block')",
+    "ihc(streams=2)",
+    "single_pass_mhc(streams=3)",
+    "attnres(recompute='block', attnres_heads=2)",
     "block_attnres(block_layers=2)",
     "block_attnres(block_sublayers=3, two_phase='on')",
 )
-LAYOUTS = {"tp2": dict(tp=2), "pp2": dict(pp=2), "pp4": dict(pp=4), "tp2-pp2": dict(tp=2, pp=2)}
+OVER_RANKS = (
+    "mhc(recompute='mix')",
+    "single_pass_mhc(streams=3)",
+    "attnres(recompute='block', attnres_heads=2)",
+    "block_attnres(block_sublayers=3, two_phase='on')",
+)
+LAYOUTS = {"pp2": dict(pp=2), "tp2": dict(tp=2), "pp4": dict(pp=4), "tp2-pp2": dict(tp=2, pp=2)}
 PROMPTS = ("1 2 3 4 5", "7 8 9", "11 12 13 14 15 16 17 18", "20 21 22")
-NEW = 8
+NEW = 5
+Generated: TypeAlias = tuple[list[int], list[float]]
+"""Tokens and their log-probabilities."""
+TOLERANCE = 1e-5
 
 
 class Numbers:
@@ -64,35 +77,49 @@ def wrapped(model: torch.nn.Module, context: Any) -> GPTInferenceWrapper:
     return GPTInferenceWrapper(model, sizes, context)
 
 
-def decoded(model: torch.nn.Module) -> list[list[int]]:
-    """Greedy tokens behind every prompt, by the host's engine."""
+def lively(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Weights with which one token does not follow another whatever stands in front of them."""
+    return default_initialise(name, shape, generator) * (1 if "norm" in name else 6)
+
+
+def decoded(model: torch.nn.Module) -> list[Generated]:
+    """Greedy tokens behind every prompt and their log-probabilities, by the host's engine."""
     context = StaticInferenceContext(max_batch_size=len(PROMPTS), max_sequence_length=40)
     controller = TextGenerationController(wrapped(model, context), Numbers())
     engine = StaticInferenceEngine(controller, max_batch_size=len(PROMPTS), legacy=True)
-    greedy = SamplingParams(top_k=1, num_tokens_to_generate=NEW)
+    greedy = SamplingParams(top_k=1, num_tokens_to_generate=NEW, return_log_probs=True)
     requests = engine.generate(prompts=list(PROMPTS), sampling_params=greedy)
-    return [request.generated_tokens.tolist() for request in requests]
+    return [(each.generated_tokens.tolist(), each.generated_log_probs) for each in requests]
 
 
 @torch.no_grad()
-def recomputed(model: torch.nn.Module) -> list[list[int]]:
+def recomputed(model: torch.nn.Module) -> list[Generated]:
     """The same without a cache: every prompt alone, and whole for each of its tokens."""
     generated = []
     for prompt in map(Numbers().tokenize, PROMPTS):
-        tokens = torch.tensor([prompt])
+        tokens, log_probs = torch.tensor([prompt]), []
         for _ in range(NEW):
             logits = model.eval()(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)
-            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], 1)
-        generated.append(tokens[0, len(prompt) :].tolist())
+            most, token = logits[:, -1].log_softmax(-1).max(-1, keepdim=True)
+            log_probs.append(most.item())
+            tokens = torch.cat([tokens, token], 1)
+        generated.append((tokens[0, len(prompt) :].tolist(), log_probs))
     return generated
 
 
 def generate(toy: ToyGPT, mechanisms: tuple[str, ...]) -> list[Any]:
-    """By mechanism: the tokens of the engine and, where one rank has the model, recomputed ones."""
+    """By mechanism: what the engine generates and, where one rank has the model, recomputation."""
     setup_parallel(toy)
-    models = [build_chunks(toy, toy_spec(toy, mechanism))[0] for mechanism in mechanisms]
+    specs = [toy_spec(toy, mechanism) for mechanism in mechanisms]
+    models = [build_chunks(toy, spec, initialise=lively)[0] for spec in specs]
     without_cache = [recomputed(model) if toy.world_size == 1 else None for model in models]
     return list(zip(map(decoded, models), without_cache, strict=True))
+
+
+def assert_same(actual: list[Generated], expected: list[Generated]) -> None:
+    assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
+    for (_, seen), (_, reference) in zip(actual, expected, strict=True):
+        assert seen == pytest.approx(reference, abs=TOLERANCE)
 
 
 @functools.cache
@@ -104,13 +131,57 @@ def on_one_rank() -> dict[str, Any]:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_tokens_from_the_cache_are_those_of_recomputation(mechanism: str) -> None:
     from_cache, without_cache = on_one_rank()[mechanism]
-    assert from_cache == without_cache
-    assert len({tuple(tokens) for tokens in from_cache}) == len(PROMPTS)
+    assert_same(from_cache, without_cache)
+    assert len({tuple(tokens) for tokens, _ in from_cache}) == len(PROMPTS)
+    assert all(len(set(tokens)) > 1 for tokens, _ in from_cache)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ranks, id=name, marks=[] if name == "pp2" else pytest.mark.newest)
+        for name, ranks in LAYOUTS.items()
+    ],
+)
 def test_every_layout_generates_the_tokens_of_one_rank(layout: dict[str, int]) -> None:
     toy = ToyGPT(**layout)
-    for results in run_ranks(toy.world_size, generate, toy, MECHANISMS):
-        for mechanism, (from_cache, _) in zip(MECHANISMS, results, strict=True):
-            assert from_cache == on_one_rank()[mechanism][1], mechanism
+    for results in run_ranks(toy.world_size, generate, toy, OVER_RANKS):
+        for mechanism, (from_cache, _) in zip(OVER_RANKS, results, strict=True):
+            assert_same(from_cache, on_one_rank()[mechanism][1])
+
+
+@pytest.mark.newest
+def test_in_bfloat16_the_first_tokens_have_the_log_probabilities_of_recomputation() -> None:
+    (results,) = run_ranks(1, generate, ToyGPT(dtype=torch.bfloat16), OVER_RANKS)
+    for mechanism, pair in zip(OVER_RANKS, results, strict=True):
+        for (_, seen), (_, reference) in zip(*pair, strict=True):
+            # a few steps of bfloat16 at this size: products of one token and of all round otherwise
+            assert seen[0] == pytest.approx(reference[0], abs=2**-5), mechanism
+
+
+@pytest.mark.newest
+def test_a_hybrid_model_of_attention_and_mlp_layers_generates() -> None:
+    ((results,),) = run_ranks(1, generate, hybrid("*-" * 3), OVER_RANKS[:1])
+    assert_same(*results)
+
+
+def contexts(toy: ToyGPT) -> None:
+    """Wraps a model, of which the host asks nothing before."""
+    setup_parallel(toy)
+    model = build_chunks(toy, toy_spec(toy, "mhc(streams=2)"))[0]
+    wrapped(model, StaticInferenceContext(max_batch_size=1, max_sequence_length=8))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("toy", "words"),
+    [
+        (hybrid("M*-M"), "layers of kind mamba: they keep states of their own"),
+        (ToyGPT(pp=2, vpp=2), "virtual_pipeline_model_parallel_size = 2: the host generates"),
+        (ToyGPT(config_overrides={"mtp_num_layers": 1}), "mtp_num_layers = 1: multi-token"),
+    ],
+    ids=["mixers", "virtual stages", "multi-token prediction"],
+)
+def test_what_cannot_generate_is_refused_when_the_model_is_wrapped(toy: ToyGPT, words: str) -> None:
+    with pytest.raises(RankFailure, match=words):
+        run_ranks(toy.world_size, contexts, toy)

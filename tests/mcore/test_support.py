@@ -201,6 +201,6 @@ def generate(toy: ToyGPT) -> None:
     chunk.decoder(torch.zeros(4, 1, toy.hidden_size), None, inference_context=object())
 
 
-def test_generation_with_an_inference_context_is_refused() -> None:
-    with pytest.raises(RankFailure, match="generation with an inference context"):
+def test_generation_with_another_context_than_the_static_one_is_refused() -> None:
+    with pytest.raises(RankFailure, match="object: the dynamic engine, and speculative decoding"):
         run_ranks(1, generate, ToyGPT())
