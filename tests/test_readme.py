@@ -205,10 +205,12 @@ TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
     (r"(bash )?(\./)?launch/\S+\.sh\b", launch_script),
     (r"(torchrun|python3? -m (torch\.distributed\.run|megatron_residuals\.run))\b", residual_flags),
     (r"python3? examples/(prepare_data|demo_report)\.py\b", example_help),
-    (r"python3? examples/0[1-8]_\w+\.py\b", accept),  # tests/examples runs them
     (r"python3? -m benchmarks\.\w+", benchmark_options),
     (r"(git (-C \S+ )?apply|patch)\b", patch_exists),
-    (r"(git clone|cd|export|source|tensorboard|wandb|benchmarks/gpu_check\.sh)\b", accept),
+    (
+        r"(python3? examples/0[1-8]_|git clone|cd|export|source|tensorboard|wandb|benchmarks/gpu_check\.sh)\b",
+        accept,
+    ),
 )
 
 
