@@ -207,10 +207,7 @@ TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
     (r"python3? examples/(prepare_data|demo_report)\.py\b", example_help),
     (r"python3? -m benchmarks\.\w+", benchmark_options),
     (r"(git (-C \S+ )?apply|patch)\b", patch_exists),
-    (
-        r"(python3? examples/0[1-8]_|git clone|cd|export|source|tensorboard|wandb|benchmarks/gpu_check\.sh)\b",
-        accept,
-    ),
+    (r"(git clone|cd|export|source|tensorboard|wandb|benchmarks/gpu_check\.sh)\b", accept),
 )
 
 
