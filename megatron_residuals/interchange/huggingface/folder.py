@@ -68,8 +68,8 @@ def refuse_foreign(folder: Path, force: bool) -> None:
     if not folder.exists():
         return
     config = folder / "config.json"
-    ours = config.is_file() and json_object(read_text(config), config)["model_type"] == MODEL_TYPE
-    if not ours:
+    found = json_object(read_text(config), config) if config.is_file() else {}
+    if found.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{folder} exists and is no exported model; give another path")
     if not force:
         raise ValueError(f"{folder} exists; give another path, or --force to replace it")

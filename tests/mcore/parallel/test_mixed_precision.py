@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_residuals.testing import run_ranks
+from megatron_residuals.testing.residual_toy import toy_spec
 from megatron_residuals.testing.toy_gpt import ToyGPT, run_toy, setup_parallel
 from megatron_residuals.testing.toy_training import ToyTrainer, Training, train_toy
 from tests.mcore.parallel.cases import (
@@ -47,7 +48,8 @@ def half_training(ddp: dict[str, Any], **options: Any) -> Training:
 
 def dtypes_of_a_step(toy: ToyGPT, residual: str, ddp: dict[str, Any]) -> dict[str, set[Any]]:
     setup_parallel(toy)
-    trainer = ToyTrainer(toy, block_spec_for(residual), half_training(ddp))
+    spec = block_spec_for(residual) if toy.pattern is None else toy_spec(toy, residual)
+    trainer = ToyTrainer(toy, spec, half_training(ddp))
     trainer.accumulate()
     (chunk,) = trainer.chunks
     ours = {n: p for n, p in chunk.named_parameters() if is_mechanism(n)}
