@@ -254,10 +254,11 @@ def _mamba_bytes(sizes: ModelSizes) -> int:
 def flash_layer_bytes(sizes: ModelSizes, *, unfused_attention: bool = False) -> int:
     """Estimate of the same for fused layers with flash attention, attention and MLP together.
 
-    Kept: queries, keys, values and context, one float32 number per token and head, and of the MLP
-    what goes into the activation and what comes out of it. Nothing grows with s x s, unless
-    attention alone is unfused and keeps its probabilities. Measure a layer where it matters:
-    versions of Transformer Engine differ.
+    Kept: the projection of queries, keys and values, queries and keys once more if they are rotated
+    or normalised, context, one float32 number per token and head, and of the MLP what goes into the
+    activation and what comes out of it. Nothing grows with s x s, unless attention alone is unfused
+    and keeps its probabilities. Measure a layer where it matters: versions of Transformer Engine
+    differ.
     """
     attention = "unfused" if unfused_attention else "flash"
     return _fused_attention_bytes(dataclasses.replace(sizes, fused=attention)) + _fused_mlp_bytes(
@@ -290,7 +291,9 @@ def _attention_values(sizes: ModelSizes) -> int:
         compressed = 2 * (latent.query_rank or 0) + 2 * latent.rank + latent.rope_size
         return sizes.region_tokens * heads * head + sizes.tokens * compressed
     groups = max(1, sizes.groups // sizes.tp)
-    vectors = 2 * heads + 2 * groups + (heads + groups if sizes.qk_norm else 0)
+    # values are a view of the projection, which stays whole beside what its queries, keys become
+    made = heads + groups if sizes.rope or sizes.qk_norm else 0
+    vectors = 2 * heads + 2 * groups + made
     return sizes.region_tokens * vectors * sizes.head_size
 
 
