@@ -56,6 +56,11 @@ CASES = {
         {**GATED, "num_query_groups": 2, "qk_layernorm": True, "kv_channels": 12},
     ),
     "dsv4": Case("mhc(mhc_convention='dsv4')", {"positions": "learned_absolute"}, {}),
+    "ihc": Case("ihc(streams=3)", LLAMA, GATED),
+    "single pass": Case("single_pass_mhc(streams=3)", LLAMA, GATED),
+    "kronecker": Case("mhc(mhc_mixing='kronecker')", LLAMA, GATED),
+    "by heads": Case("block_attnres(block_sublayers=3, attnres_heads=2)", LLAMA, GATED),
+    "additive": Case("attnres(attnres_additive=True)", LLAMA, GATED),
     "attnres": Case("attnres()", LLAMA, {**GATED, "add_qkv_bias": True}),
     "block": Case("block_attnres(block_sublayers=3)", LLAMA, GATED),
 }
@@ -223,8 +228,15 @@ def test_a_mechanism_that_derives_from_another_is_not_exported_as_that() -> None
             exported_module(config)
 
 
-def test_an_option_that_exported_models_do_not_have_is_refused() -> None:
+def test_an_option_that_exported_models_do_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ResidualConfig("mhc", mhc_mixing="permutations")
+    module = exported_module(config)
+    known = tuple(name for name in module.OPTIONS if name != "mhc_mixing")
+    monkeypatch.setattr(module, "OPTIONS", known)
     with pytest.raises(ValueError, match="mhc_mixing is 'permutations'"):
-        exported_module(ResidualConfig("mhc", mhc_mixing="permutations"))
-    with pytest.raises(ValueError, match="'ihc', which has no form outside"):
-        exported_module(ResidualConfig("ihc"))
+        exported_module(config)
+    monkeypatch.setattr(module, "MECHANISMS", ("hc",))
+    with pytest.raises(ValueError, match="'mhc', which has no form outside"):
+        exported_module(config)

@@ -9,12 +9,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron_residuals.functional.depth_attention import read_sources
+from megatron_residuals.functional.depth_attention import read_by_heads, read_sources
 
 Settings = Mapping[str, str | int | float | bool]
 
 MECHANISMS = ("attnres", "block_attnres")
-OPTIONS = ("attnres_eps", "block_layers", "block_sublayers")
+OPTIONS = (
+    "attnres_eps",
+    "attnres_heads",
+    "attnres_additive",
+    "block_layers",
+    "block_sublayers",
+)
 
 
 def open_state(embedding: Tensor, settings: Settings) -> tuple[Tensor, ...]:
@@ -28,12 +34,19 @@ class _Query(nn.Module):
     def __init__(self, settings: Settings, hidden_size: int) -> None:
         super().__init__()
         self.eps = float(settings["attnres_eps"])
+        self.heads = int(settings.get("attnres_heads", 1))
+        self.additive = bool(settings.get("attnres_additive", False))
         self.query = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32))
         self.key_gain = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32))
 
     def read(self, sources: tuple[Tensor, ...]) -> Tensor:
         """Attention over the sources [..., d] -> [..., d]."""
-        return read_sources(sources, self.query, self.key_gain, eps=self.eps)
+        if self.heads == 1 and not self.additive:
+            return read_sources(sources, self.query, self.key_gain, eps=self.eps)
+        heads, additive = self.heads, self.additive
+        return read_by_heads(
+            sources, self.query, self.key_gain, eps=self.eps, heads=heads, additive=additive
+        )
 
 
 class Sublayer(_Query):

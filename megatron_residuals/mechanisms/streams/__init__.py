@@ -76,6 +76,12 @@ class Streams(Mechanism):
             device=place.device,
         )
 
+    def exported(self) -> ModuleType:
+        """Streams read and written one sublayer at a time."""
+        from megatron_residuals.mechanisms.streams import exported
+
+        return exported
+
     copies_embedding = True
     keeps_output = True
     single_pass = False
@@ -130,12 +136,6 @@ class HyperConnections(Streams):
             kernels=config.kernels,
             device=place.device,
         )
-
-    def exported(self) -> ModuleType:
-        """Streams read and written one sublayer at a time."""
-        from megatron_residuals.mechanisms.streams import exported
-
-        return exported
 
     def kept_numbers(self, config: ResidualConfig, reading: Reading) -> int:
         """Gates and mixing matrix; static ones are expanded parameters."""
@@ -237,12 +237,6 @@ class ManifoldHyperConnections(GatedStreams):
         from megatron_residuals.mechanisms.streams.public import DEEPSEEK_V4
 
         return DEEPSEEK_V4
-
-    def exported(self) -> ModuleType:
-        """Streams read and written one sublayer at a time."""
-        from megatron_residuals.mechanisms.streams import exported
-
-        return exported
 
     def kernel_fault(self, config: ResidualConfig) -> str | None:
         """Liger has four streams and DeepSeek's convention."""
