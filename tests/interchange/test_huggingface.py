@@ -8,6 +8,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,10 @@ transformers = pytest.importorskip("transformers")
 testing.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.activations import squared_relu  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noqa: E402
+    RotaryEmbedding,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 
 from megatron_residuals.cli import main  # noqa: E402
@@ -31,6 +36,7 @@ from megatron_residuals.mcore.spec import replace_residual  # noqa: E402
 from megatron_residuals.mechanisms.sources import AttnRes  # noqa: E402
 from megatron_residuals.mechanisms.sources.module import DepthAttention  # noqa: E402
 from megatron_residuals.testing.ranks import run_ranks  # noqa: E402
+from megatron_residuals.testing.residual_toy import toy_spec  # noqa: E402
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel  # noqa: E402
 
 TOKENS = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(7))
@@ -47,15 +53,33 @@ class Case(NamedTuple):
     args: dict[str, Any] = {}
 
 
+ROTARY = {  # with 16 rotated numbers waves on both sides of the scaling, and one between
+    "rotary_base": 200_000,
+    "rotary_percent": 0.5,
+    "rotary_seq_len_interpolation_factor": 2,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
+}
 CASES = {
     "plain": Case("residual()", LLAMA, {**GATED, "num_query_groups": 2}),
+    "rotary": Case(
+        "residual()",
+        LLAMA,
+        {"activation_func": squared_relu, "kv_channels": 32},
+        {"squared_relu": True, **ROTARY},
+    ),
     "hc": Case("hc()", {}, {"qk_layernorm": True}),
     "mhc": Case(
         "mhc()",
         {**LLAMA, "tied_embeddings": True},
         {**GATED, "num_query_groups": 2, "qk_layernorm": True, "kv_channels": 12},
     ),
-    "dsv4": Case("mhc(mhc_convention='dsv4')", {"positions": "learned_absolute"}, {}),
+    "dsv4": Case(
+        "mhc(mhc_convention='dsv4')",
+        {"positions": "learned_absolute"},
+        {"bias_activation_fusion": True},
+        {"bias_gelu_fusion": True},
+    ),
     "ihc": Case("ihc(streams=3)", LLAMA, GATED),
     "single pass": Case("single_pass_mhc(streams=3)", LLAMA, GATED),
     "kronecker": Case("mhc(mhc_mixing='kronecker')", LLAMA, GATED),
@@ -66,9 +90,9 @@ CASES = {
 }
 
 
-def arguments(toy: ToyGPT, config: Any) -> argparse.Namespace:
+def arguments(toy: ToyGPT, config: Any, more: Mapping[str, Any]) -> argparse.Namespace:
     """What Megatron's argument parser would have recorded."""
-    return argparse.Namespace(
+    found = argparse.Namespace(
         num_layers=toy.num_layers,
         hidden_size=toy.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -90,6 +114,21 @@ def arguments(toy: ToyGPT, config: Any) -> argparse.Namespace:
         untie_embeddings_and_output_weights=not toy.tied_embeddings,
         num_experts=None,
     )
+    vars(found).update(more)
+    return found
+
+
+def turns(config: Any, args: argparse.Namespace) -> RotaryEmbedding:
+    """As the host's builder makes it of arguments that the toy does not have."""
+    return RotaryEmbedding(
+        config.kv_channels,
+        args.rotary_percent,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        use_cpu_initialization=True,
+    )
 
 
 def save_models(folder: Path) -> dict[str, Tensor]:
@@ -108,6 +147,9 @@ def save_models(folder: Path) -> dict[str, Tensor]:
             return replace_residual(layer, ResidualConfig.parse(residual))
 
         model = build_chunks(toy, spec)[0].eval()
+        args = arguments(toy, model.config, case.args)
+        if "rotary_percent" in case.args:
+            model.rotary_pos_emb = turns(model.config, args)
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases too
@@ -115,7 +157,7 @@ def save_models(folder: Path) -> dict[str, Tensor]:
             positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS).contiguous()
             logits[name] = model(TOKENS, positions, None)
         (folder / name).mkdir()
-        content = {"args": arguments(toy, model.config), **model.sharded_state_dict()}
+        content = {"args": args, **model.sharded_state_dict()}
         dist_checkpointing.save(content, str(folder / name))
     return logits
 
@@ -159,6 +201,28 @@ def test_an_exported_model_computes_what_megatron_does(
     of_residual = [p for n, p in half.named_parameters() if "residual" in n]
     assert {p.dtype for p in of_residual} <= {torch.float32}
     assert half.lm_head.weight.dtype == torch.bfloat16
+
+
+def save_in_parts(layout: Mapping[str, Any], folder: Path) -> None:
+    """A model whose weights no layout changes, by all of its ranks and chunks."""
+    toy = ToyGPT(**LLAMA, **layout)
+    setup_parallel(toy)
+    chunks = build_chunks(toy, toy_spec(toy, "mhc()"))
+    parts = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    args = arguments(toy, chunks[0].config, {})
+    dist_checkpointing.save({"args": args, **parts}, str(folder))
+
+
+def test_a_checkpoint_of_any_layout_is_exported_as_the_same_folder(tmp_path: Path) -> None:
+    layouts: dict[str, dict[str, Any]] = {"one": {}, "many": {"tp": 2, "pp": 2, "vpp": 2}}
+    for name, layout in layouts.items():
+        (tmp_path / name).mkdir()
+        ranks = layout.get("tp", 1) * layout.get("pp", 1)
+        run_ranks(ranks, save_in_parts, layout, tmp_path / name)
+        assert export(tmp_path / name, tmp_path / f"{name}_folder") == 0
+    one, many = (sorted((tmp_path / f"{name}_folder").glob("*")) for name in layouts)
+    assert [path.name for path in one] == [path.name for path in many] and len(one) > 3
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, many, strict=True))
 
 
 def test_an_exported_model_loads_where_this_package_is_not(
