@@ -59,6 +59,7 @@ bench: setup
 	@for mechanism in mhc attnres; do OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.kernels \
 		--mechanism $$mechanism --json runs/bench/$$mechanism.json || exit; done
 	@OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.model --json runs/bench/model.json
+	@OMP_NUM_THREADS=1 $(venv_python) -W ignore -m benchmarks.decode --json runs/bench/decode.json
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(venv_python) -m mkdocs build --strict --quiet

@@ -23,5 +23,6 @@ class TorchAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attention of all heads at once."""
         heads = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
-        mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        is_causal = len(query) == len(key)  # a token that is generated sees all before it
+        mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=is_causal)
         return mixed.permute(2, 0, 1, 3).flatten(2)

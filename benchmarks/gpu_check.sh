@@ -3,8 +3,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Everything that only a GPU can show, in one go of at most 8 minutes on one H200:
-# parity at full size, bandwidth, peers, whole-model overhead, a short training; with two GPUs, what
-# the communicators of pipeline messages take.
+# parity at full size, bandwidth, peers, whole-model overhead, a short training, generation, what a
+# rehearsal says beside the allocator; with two GPUs, what the communicators of pipeline messages
+# take.
 #
 #   benchmarks/gpu_check.sh [OUTPUT_DIRECTORY]      needs torch, triton, megatron-core
 #   REDUCED=1 benchmarks/gpu_check.sh               the same steps, tiny, on the CPU host
@@ -26,6 +27,8 @@ if [[ -n ${REDUCED:-} ]]; then
     odd=(--tokens 33 --hidden 100)
     model=(--layers 2 --hidden-size 128 --seq-length 64 --rounds 1)
     training=(--layers 1 --hidden-size 64 --seq-length 32 --iterations 8)
+    decode=(--layers 2 --hidden-size 128 --prompt 8 --new-tokens 2 --rounds 1)
+    rehearsal=(--layers 2 --hidden-size 64 --seq-length 32 --models plain)
     rounds=2
 else
     device=cuda
@@ -33,6 +36,8 @@ else
     odd=(--tokens 4999 --hidden 2880)
     model=(--layers 8 --hidden-size 4096 --seq-length 4096 --micro-batch-size 2 --rounds 10)
     training=(--layers 6 --hidden-size 1024 --seq-length 1024 --micro-batch-size 4 --iterations 60)
+    decode=(--layers 12 --hidden-size 4096 --prompt 512 --new-tokens 64 --rounds 3)
+    rehearsal=(--layers 8 --hidden-size 2048 --seq-length 2048)
     rounds=10
 fi
 
@@ -56,6 +61,8 @@ step model 120 benchmarks.model --device "$device" --dtype bfloat16 "${model[@]}
     --model 'plain=residual()' \
     --model 'mhc=mhc()' \
     --model 'mhc torch=mhc(kernels="torch")' \
+    --model 'ihc=ihc()' \
+    --model 'single_pass_mhc=single_pass_mhc()' \
     --model 'block_attnres=block_attnres()' \
     --model 'block_attnres one-phase=block_attnres(two_phase="off")' \
     --model 'block_attnres torch=block_attnres(kernels="torch")' \
@@ -71,6 +78,11 @@ step training 120 benchmarks.training --device "$device" --dtype bfloat16 "${tra
     --model 'block_attnres=block_attnres()' \
     --model 'block_attnres torch=block_attnres(kernels="torch")' \
     --json "$out/training.json"
+
+step decode 60 benchmarks.decode --device "$device" --dtype bfloat16 "${decode[@]}" \
+    --json "$out/decode.json"
+step rehearsal 90 benchmarks.rehearsal --device "$device" "${rehearsal[@]}" \
+    --json "$out/rehearsal.json"
 
 if [[ $device == cpu ]] || "$python" -c 'import torch; exit(torch.cuda.device_count() < 2)'; then
     step communicators 60 torch.distributed.run --nproc_per_node 2 -m benchmarks.communicators \
