@@ -20,6 +20,7 @@ from megatron_residuals.testing import run_ranks
 from megatron_residuals.testing.residual_toy import toy_spec
 from megatron_residuals.testing.toy_gpt import ToyGPT, run_toy
 from megatron_residuals.testing.toy_training import Training, train_toy
+from megatron_residuals.testing.toy_weights import default_initialise
 from tests.mcore.parallel.cases import (
     BLOCKS,
     MHC,
@@ -63,6 +64,50 @@ def test_a_mechanism_is_float32_between_16_bit_layers_of_every_kind(residual: st
         assert found.pop("host's") == {torch.bfloat16}
         assert set(found) == {"module", "main gradients", "optimizer", "checkpoint"}
         assert all(dtypes == {torch.float32} for dtypes in found.values())
+
+
+MIXER_PARTS = {  # rows: z, x, B, C, dt of four heads of 8 each in two groups of 8 states
+    "in_proj.weight": (32, 32, 16, 16, 4),
+    "conv1d_weight": (32, 16, 16),
+    "conv1d_bias": (32, 16, 16),
+}
+
+
+def rows_in_one_process(name: str, length: int) -> torch.Tensor:
+    """Of rows as two tensor-parallel ranks have them behind one another, the order of one process.
+
+    A rank has its share of every part.
+    """
+    parts = next((parts for end, parts in MIXER_PARTS.items() if name.endswith(end)), (length,))
+    each, order, begin = sum(parts) // 2, [], 0
+    for part in parts:
+        for rank in range(2) if len(parts) > 1 else ():
+            order += range(rank * each + begin, rank * each + begin + part // 2)
+        begin += part // 2
+    return torch.tensor(order or range(length))
+
+
+def in_one_process(
+    name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor | None:
+    return default_initialise(name, shape, generator)[rows_in_one_process(name, shape[0])]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("residual", [MHC, BLOCKS])
+def test_mamba_layers_under_tensor_and_sequence_parallelism_equal_one_process(
+    residual: str,
+) -> None:
+    alone = hybrid("M*M-", dtype=torch.float64)
+    parts = hybrid("M*|M-", dtype=torch.float64, tp=2, sequence_parallel=True, pp=2)
+    expected = run_toy(alone, toy_spec(alone, residual), initialise=in_one_process)
+    actual = run_toy(parts, toy_spec(parts, residual))
+    grads = {
+        name: grad[rows_in_one_process(name, len(grad))] for name, grad in actual.grads.items()
+    }
+    assert sum(name.endswith(tuple(MIXER_PARTS)) for name in grads) == 6
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert_same(grads, expected.grads, torch.float64, "reordered")
 
 
 def gathered(residual: str) -> Callable[[Any, int | None], Any]:
