@@ -19,6 +19,9 @@ from megatron_residuals import cpu_host
 te = pytest.importorskip("transformer_engine.pytorch")
 
 EPS = 1e-3
+# Everything computed in 16 bits is compared with float32 from the same values.
+CLOSE = {torch.float32: dict(rtol=1e-5, atol=2e-5), torch.bfloat16: dict(rtol=1.6e-2, atol=2e-2)}
+in_each_dtype = pytest.mark.parametrize("dtype", CLOSE, ids=str)
 
 
 def _norm(x: Tensor, kind: str, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,37 +66,54 @@ def _cases() -> dict[str, tuple[Any, Any]]:
 CASES = _cases()
 
 
-def _compare(actual: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
-    cotangent = torch.randn_like(expected)
-    grads = torch.autograd.grad(expected, leaves, cotangent)
+def _wide(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().float().requires_grad_() for name, value in values.items()}
+
+
+def _compare(
+    actual: Tensor, expected: Tensor, leaves: dict[str, Tensor], wide: dict[str, Tensor]
+) -> None:
+    """A result and its gradients, of `leaves`, with float32's, of the same values in `wide`."""
+    close = CLOSE[actual.dtype]
+    torch.testing.assert_close(actual.float(), expected, **close)
+    cotangent = torch.randn_like(actual)
+    grads = torch.autograd.grad(expected, list(wide.values()), cotangent.float())
     # as the host's schedules do: a call that torch lets a function mode replace runs outside of it
     torch.autograd.backward(actual, cotangent)
-    for leaf, grad in zip(leaves, grads, strict=True):
-        torch.testing.assert_close(leaf.grad, grad, rtol=1e-5, atol=2e-5)
+    for leaf, grad in zip(leaves.values(), grads, strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.float(), grad, **close)
 
 
+@in_each_dtype
 @pytest.mark.parametrize(("build", "reference"), CASES.values(), ids=CASES)
-def test_a_module_computes_what_torch_does_with_every_gradient(build: Any, reference: Any) -> None:
+def test_a_module_computes_what_torch_does_with_every_gradient(
+    build: Any, reference: Any, dtype: torch.dtype
+) -> None:
     torch.manual_seed(3)
-    module = build().float()
-    parameters = dict(module.named_parameters())
-    for parameter in parameters.values():
+    module = build().to(dtype)
+    for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    leaves = [torch.randn(7, 6, requires_grad=True), *parameters.values()]
+    x = torch.randn(7, 6, dtype=dtype, requires_grad=True)
+    leaves = {"x": x, **dict(module.named_parameters())}
+    wide = _wide(leaves)
     split = [[4, 3]] if isinstance(module, te.GroupedLinear) else []
-    actual, expected = module(leaves[0], *split), reference(leaves[0], parameters)
-    _compare(actual, expected, leaves)
+    actual = module(x, *split)
+    assert actual.dtype == dtype
+    _compare(actual, reference(wide["x"], wide), leaves, wide)
 
 
-def test_attention_is_causal_softmax_attention() -> None:
+@in_each_dtype
+def test_attention_is_causal_softmax_attention(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     attention = te.DotProductAttention(2, 8, attention_dropout=0.0, qkv_format="sbhd")
-    q, k, v = (torch.randn(5, 3, 2, 8, requires_grad=True) for _ in range(3))
-    actual = attention(q, k, v, attn_mask_type="causal").view(5, 3, 2, 8)
-    heads = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    leaves = {name: torch.randn(5, 3, 2, 8, dtype=dtype, requires_grad=True) for name in "qkv"}
+    wide = _wide(leaves)
+    actual = attention(*leaves.values(), attn_mask_type="causal").view(5, 3, 2, 8)
+    assert actual.dtype == dtype
+    heads = (t.permute(1, 2, 0, 3) for t in wide.values())
     expected = F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3)
-    _compare(actual, expected, [q, k, v])
+    _compare(actual, expected, leaves, wide)
 
 
 def test_what_only_compiled_code_does_is_refused_by_name() -> None:

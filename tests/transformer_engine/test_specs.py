@@ -42,7 +42,7 @@ from megatron_residuals.testing.toy_weights import (
 from tests.mcore.parallel.cases import BLOCKS, FULL, HC, MHC, PLAIN, assert_same, block_spec_for
 
 te = pytest.importorskip("transformer_engine.pytorch")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.host, pytest.mark.timeout(120)]
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,
@@ -108,7 +108,6 @@ def assert_is_the_local_step(toy: ToyGPT, sizes: ToyGPT, residual: str, text: st
     assert_same(grads, expected.grads, torch.float32)
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("residual", [PLAIN, HC, MHC, FULL, BLOCKS])
 def test_a_step_of_its_layers_is_a_step_of_the_hosts_own(residual: str) -> None:
     toy = ToyGPT(**SIZES)
@@ -190,7 +189,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_submodule_is_kept_and_the_model_is_accepted(kind: dict[str, Any]) -> None:
     base = get_gpt_layer_with_transformer_engine_spec(**kind)
