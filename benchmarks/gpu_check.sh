@@ -3,9 +3,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Everything that only a GPU can show, in one go of at most 8 minutes on one H200:
-# parity at full size, bandwidth, peers, whole-model overhead, a short training, generation, what a
-# rehearsal says beside the allocator; with two GPUs, what the communicators of pipeline messages
-# take.
+# parity at full size, bandwidth, peers, whole-model overhead, a short training, a hybrid model,
+# generation, what a rehearsal says beside the allocator; with two GPUs, what the communicators of
+# pipeline messages take.
 #
 #   benchmarks/gpu_check.sh [OUTPUT_DIRECTORY]      needs torch, triton, megatron-core
 #   REDUCED=1 benchmarks/gpu_check.sh               the same steps, tiny, on the CPU host
@@ -29,6 +29,8 @@ if [[ -n ${REDUCED:-} ]]; then
     training=(--layers 1 --hidden-size 64 --seq-length 32 --iterations 8)
     decode=(--layers 2 --hidden-size 128 --prompt 8 --new-tokens 2 --rounds 1)
     rehearsal=(--layers 2 --hidden-size 64 --seq-length 32 --models plain)
+    hybrid=(--hidden-size 64 --seq-length 32 --distributed-backend gloo --use-cpu-initialization)
+    host=(--cpu-host)
     rounds=2
 else
     device=cuda
@@ -38,6 +40,8 @@ else
     training=(--layers 6 --hidden-size 1024 --seq-length 1024 --micro-batch-size 4 --iterations 60)
     decode=(--layers 12 --hidden-size 4096 --prompt 512 --new-tokens 64 --rounds 3)
     rehearsal=(--layers 8 --hidden-size 2048 --seq-length 2048)
+    hybrid=(--hidden-size 1024 --seq-length 1024 --bf16)
+    host=()
     rounds=10
 fi
 
@@ -79,6 +83,16 @@ step training 120 benchmarks.training --device "$device" --dtype bfloat16 "${tra
     --model 'block_attnres torch=block_attnres(kernels="torch")' \
     --json "$out/training.json"
 
+hybrid+=(--num-attention-heads 4 --max-position-embeddings 4096 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --eval-iters 0
+    --eval-interval 10 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 96
+    --num-workers 0 --no-one-logger --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --num-experts 4
+    --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall)
+RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=${MASTER_PORT:-29512} \
+    step hybrid 60 megatron_residuals.run ${host[@]+"${host[@]}"} examples/pretrain_hybrid.py \
+    "${hybrid[@]}" --hybrid-layer-pattern '*-*E' --residual block_attnres
 step decode 60 benchmarks.decode --device "$device" --dtype bfloat16 "${decode[@]}" \
     --json "$out/decode.json"
 step rehearsal 90 benchmarks.rehearsal --device "$device" "${rehearsal[@]}" \
