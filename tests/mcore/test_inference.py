@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
 import torch
-from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.contexts import BaseInferenceContext, StaticInferenceContext
 from megatron.core.inference.engines.static_engine import StaticInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
@@ -37,13 +38,13 @@ MECHANISMS = (
     "single_pass_mhc(streams=3)",
     "attnres(recompute='block', attnres_heads=2)",
     "block_attnres(block_layers=2)",
-    "block_attnres(block_sublayers=3, two_phase='on')",
+    "block_attnres(block_sublayers=3, two_phase='on', transport='delta')",
 )
 OVER_RANKS = (
     "mhc(recompute='mix')",
     "single_pass_mhc(streams=3)",
     "attnres(recompute='block', attnres_heads=2)",
-    "block_attnres(block_sublayers=3, two_phase='on')",
+    "block_attnres(block_sublayers=3, two_phase='on', transport='delta')",
 )
 LAYOUTS = {"pp2": dict(pp=2), "tp2": dict(tp=2), "pp4": dict(pp=4), "tp2-pp2": dict(tp=2, pp=2)}
 PROMPTS = ("1 2 3 4 5", "7 8 9", "11 12 13 14 15 16 17 18", "20 21 22")
@@ -165,11 +166,27 @@ def test_a_hybrid_model_of_attention_and_mlp_layers_generates() -> None:
     assert_same(*results)
 
 
-def contexts(toy: ToyGPT) -> None:
+class DynamicContext(BaseInferenceContext):
+    """Stands in for the host's, which asks for a GPU."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(pg_collection=None)
+
+    def is_static_batching(self) -> bool:
+        return False
+
+
+def contexts(toy: ToyGPT, context: type = StaticInferenceContext) -> None:
     """Wraps a model, of which the host asks nothing before."""
     setup_parallel(toy)
     model = build_chunks(toy, toy_spec(toy, "mhc(streams=2)"))[0]
-    wrapped(model, StaticInferenceContext(max_batch_size=1, max_sequence_length=8))
+    sizes = dict(max_batch_size=1, max_sequence_length=8)
+    wrapped(model, context(**sizes if context is StaticInferenceContext else {}))
+
+
+def test_another_context_than_the_static_one_is_refused_when_the_model_is_wrapped() -> None:
+    with pytest.raises(RankFailure, match="DynamicContext: the dynamic engine, and speculative"):
+        run_ranks(1, contexts, ToyGPT(), DynamicContext)
 
 
 @pytest.mark.newest
