@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,22 +83,36 @@ def register(commands: Subparsers) -> None:
         action="store_true",
         help="with --import-from: take mHC parameters over into the other convention",
     )
-    add(
-        "--trust-input",
-        action="store_true",
-        help="read INPUT even if it asks for more than plain data and Megatron's own classes; that "
-        "can run any code, so only for files whose origin you trust",
-    )
+    add_trust_option(parser)
     add_residual_arguments(parser)
     parser.set_defaults(handler=run_convert)
 
 
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """The flag without which no file of unknown origin is unpickled."""
+    parser.add_argument(
+        "--trust-input",
+        action="store_true",
+        help="read the checkpoint even if it asks for more than plain data and Megatron's own "
+        "classes; that can run any code, so only for files whose origin you trust",
+    )
+
+
 def run_convert(args: argparse.Namespace) -> int:
     """Convert, and print what was added; 0."""
+    return print_lines(_convert(args))
+
+
+def print_lines(found: Iterable[str]) -> int:
+    """Do what yields these lines, then print them; 0.
+
+    Raises:
+        ValueError: also where a library is not installed, or torch fails.
+    """
     try:
         with host_is_quiet():
-            lines = list(_convert(args))
-    except RuntimeError as error:  # a library that is not installed, or a failure of torch's
+            lines = list(found)
+    except RuntimeError as error:
         raise ValueError(str(error)) from error
     print("\n".join(lines))
     return 0

@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_residuals.commands.arguments import Subparsers
-from megatron_residuals.commands.convert import config_of, host_classes, host_is_quiet
+from megatron_residuals.commands.convert import (
+    add_trust_option,
+    config_of,
+    host_classes,
+    print_lines,
+)
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import add_residual_arguments
 from megatron_residuals.text import first_few
@@ -43,25 +48,14 @@ def register(commands: Subparsers) -> None:
         help="compare every tensor written with the checkpoint, bit for bit",
     )
     add("--force", action="store_true", help="replace FOLDER if it is an exported model")
-    add(
-        "--trust-input",
-        action="store_true",
-        help="read CHECKPOINT even if it asks for more than plain data and Megatron's own classes; "
-        "that can run any code, so only for files whose origin you trust",
-    )
+    add_trust_option(parser)
     add_residual_arguments(parser)
     parser.set_defaults(handler=run_export)
 
 
 def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written; 0."""
-    try:
-        with host_is_quiet():
-            lines = list(_export(args))
-    except RuntimeError as error:  # a library that is not installed, or a failure of torch's
-        raise ValueError(str(error)) from error
-    print("\n".join(lines))
-    return 0
+    return print_lines(_export(args))
 
 
 def _export(args: argparse.Namespace) -> Iterator[str]:

@@ -21,6 +21,8 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     TextGenerationController,
 )
 
+from megatron_residuals.config import ResidualConfig
+from megatron_residuals.mechanisms import TABLE
 from megatron_residuals.testing.ranks import RankFailure, run_ranks
 from megatron_residuals.testing.residual_toy import toy_spec
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel
@@ -127,6 +129,12 @@ def assert_same(actual: list[Generated], expected: list[Generated]) -> None:
 def on_one_rank() -> dict[str, Any]:
     (results,) = run_ranks(1, generate, ToyGPT(), MECHANISMS)
     return dict(zip(MECHANISMS, results, strict=True))
+
+
+def test_no_mechanism_is_left_out() -> None:
+    assert {ResidualConfig.parse(text).mechanism for text in MECHANISMS} == {
+        entry.name for entry in TABLE
+    }
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
