@@ -109,7 +109,9 @@ def _run(order: Order) -> Run:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**_variables_of_torchrun(store.port), **order.env}
     try:
-        run_ranks(order.ranks, _be_python, order, log, timeout_s=order.timeout_s, env=env)
+        run_ranks(
+            order.ranks, _be_python, order, log, timeout_s=order.timeout_s, env=env, group=False
+        )
     except RankFailure as failure:
         return Run(1, f"{log.read_text(errors='replace')}\n{failure}")
     return Run(0, log.read_text(errors="replace"))
@@ -127,7 +129,6 @@ def _variables_of_torchrun(port: int) -> dict[str, str]:
 
 def _be_python(order: Order, log: Path) -> None:
     """Go on as `python WORDS` would in a fresh process of this rank."""
-    torch.distributed.destroy_process_group()  # a script makes its own
     os.chdir(order.folder)
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number, stream in ((1, "stdout"), (2, "stderr")):

@@ -51,6 +51,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
+    group: bool = True,
 ) -> list[Result]:
     """Calls `fn(*args)` on `num_ranks` forked ranks of one gloo group; one rank is forked as well.
 
@@ -59,6 +60,7 @@ def run_ranks(
         timeout_s: seconds until every rank is asked where it is, then killed; on a machine that is
             busy with other things, as many times more as `patience` finds it slower.
         env: environment variables of the ranks, beside those that torchrun sets.
+        group: False leaves the making of process groups to `fn`.
 
     Returns:
         What each rank returned, by rank.
@@ -84,7 +86,7 @@ def run_ranks(
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                _run_child(folder, rank, num_ranks, fn, args, env or {})
+                _run_child(folder, rank, num_ranks, fn, args, env or {}, group)
             pids.append(pid)
             _own_group(pid)
         exits = _wait(folder, pids, timeout_s)
@@ -103,14 +105,16 @@ def _run_child(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     env: Mapping[str, str],
+    group: bool,
 ) -> None:
     """Never returns: a fork must not run its parent's exit handlers, nor the rest of its tests."""
     status = 1
     try:
         _enter_child(folder, rank, num_ranks, env)
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
-        )
+        if group:
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+            )
         result = pickle.dumps(fn(*args))
         (folder / f"result{rank}").write_bytes(result)
         status = 0

@@ -126,6 +126,13 @@ def test_a_parent_that_has_run_a_backward_on_the_cpu_can_still_fork() -> None:
     assert first == second
 
 
+# A rank that is to be a script once left the group made for it to make its own, and closed the
+# connections of a rank that was still connecting.
+def test_ranks_can_be_left_without_a_group() -> None:
+    assert run_ranks(2, torch.distributed.is_initialized, group=False) == [False, False]
+    assert run_ranks(2, torch.distributed.is_initialized) == [True, True]
+
+
 def test_a_parent_with_cuda_initialised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA is initialised.*CUDA_VISIBLE_DEVICES"):
