@@ -9,6 +9,8 @@ PYTHON ?=
 QUICK ?=
 # Megatron-Core releases tested beside the newest one, which .ci/requirements/main.txt pins.
 HOSTS ?= 0.16.1 0.17.1 0.18.2
+# How much `make study` runs: quick, main or depth.
+STUDY ?= main
 # Arguments of the transport benchmark, the first of `make bench`, e.g. BENCH_ARGS='--vpp 1'.
 BENCH_ARGS ?=
 # Processes that run tests side by side (0: none but pytest's own), and more arguments for pytest.
@@ -19,11 +21,13 @@ PYTEST_ARGS ?=
 
 venv_python := .venv/bin/python
 
-.PHONY: help setup dev demo test bench docs check format clean distclean
+.PHONY: help setup dev demo study test bench docs check format clean distclean
 
 help:
 	@echo 'make demo       set everything up, train three small models on real text, draw the report'
 	@echo '                (QUICK=1: the short variant)'
+	@echo 'make study      does a mechanism help? many seeds, hours of two cores, goes on where it was'
+	@echo '                stopped (STUDY=quick: a look; STUDY=depth: depth, blocks, streams)'
 	@echo 'make test       set everything up, run linter, type checker and all tests that need no GPU, on every host'
 	@echo "                (WORKERS=4, HOSTS='0.18.2', PYTEST_ARGS='-k name'; FAST=1: a selection)"
 	@echo 'make dev        make the environments to work in: .venv and the other hosts'
@@ -44,6 +48,10 @@ dev:
 
 demo: setup
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" QUICK='$(QUICK)' launch/demo.sh
+
+study: setup
+	@$(venv_python) -W ignore -m examples.study.run --scope '$(STUDY)'
+	@$(venv_python) -W ignore -m examples.study.report
 
 test:
 ifeq ($(FAST),)

@@ -159,7 +159,7 @@ class Run:
             "TRAIN_ITERS": str(self.cell.iterations),
             "LR_WARMUP_ITERS": str(self.cell.iterations // 20),
             "EVAL_INTERVAL": str(every),
-            "EVAL_ITERS": "32",
+            "EVAL_ITERS": str(min(every, 32)),
             "SPLIT": "90,10,0",
             "DATA_PATH": str(_data(self.folder.parent)),
             "DATA_CACHE_PATH": str(self.folder / "cache"),
