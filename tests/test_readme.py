@@ -179,8 +179,8 @@ def patch_exists(command: Command, shell: Shell) -> None:
 
 
 def example_help(command: Command, shell: Shell) -> None:
-    script = next(word for word in command.words if word.endswith(".py"))
-    usage = shell.run(sys.executable, script, "--help")
+    script = command.words[1 : 3 if command.words[1] == "-m" else 2]
+    usage = shell.run(sys.executable, *script, "--help")
     options = [word.partition("=")[0] for word in command.words if word.startswith("--")]
     assert [option for option in options if option not in usage] == [], script
 
@@ -204,7 +204,7 @@ TABLE: tuple[tuple[str, Callable[[Command, Shell], str | None]], ...] = (
     (r"(python3? -m )?pip install ['\"]?megatron[-_]core\b", accept),
     (r"(bash )?(\./)?launch/\S+\.sh\b", launch_script),
     (r"(torchrun|python3? -m (torch\.distributed\.run|megatron_residuals\.run))\b", residual_flags),
-    (r"python3? examples/(prepare_data|demo_report)\.py\b", example_help),
+    (r"python3? (examples/(prepare_data|demo_report)\.py|-m examples\.study\.)", example_help),
     (r"python3? -m benchmarks\.\w+", benchmark_options),
     (r"(git (-C \S+ )?apply|patch)\b", patch_exists),
     (r"(git clone|cd|export|source|tensorboard|wandb|benchmarks/gpu_check\.sh)\b", accept),
