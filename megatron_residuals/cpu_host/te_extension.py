@@ -49,6 +49,7 @@ def _import_without_core() -> str:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     # Without it a module that is split over ranks warns that messages may not overlap with work.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("NVTE_MASKED_SOFTMAX_FUSION", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package tries to load the extension, and warns
         package = importlib.import_module(_PACKAGE)
@@ -77,8 +78,11 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 def _asked_by_transformer_engine() -> bool:
-    asking = sys._getframe(2).f_globals.get("__name__", "")
-    return bool(asking.startswith(_PACKAGE))
+    """Through other modes, which have had the question before."""
+    asking = sys._getframe(2)
+    while asking.f_code.co_name == "__torch_function__" and asking.f_back is not None:
+        asking = asking.f_back
+    return bool(asking.f_globals.get("__name__", "").startswith(_PACKAGE))
 
 
 def _answer_as_a_gpu() -> None:
@@ -117,30 +121,34 @@ class _Names(type):
 
 
 class _Extension(types.ModuleType):
-    """`transformer_engine_torch`: the functions below, enumerations, and functions that refuse."""
+    """`transformer_engine_torch`: enumerations, and functions that are looked up when called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        vars(self).update(_FUNCTIONS)
+        self.stand_ins = _FUNCTIONS
+        for each in _FUNCTIONS:  # some modules take all that is there
+            getattr(self, each)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         is_type = name[0].isupper()
-        value = _Names(name, (_Member,), {"__members__": {}}) if is_type else _refusal(name)
+        value = _Names(name, (_Member,), {"__members__": {}}) if is_type else _function(name)
         setattr(self, name, value)
         return value
 
 
-def _refusal(name: str) -> Callable[..., None]:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise RuntimeError(
-            f"Transformer Engine called {name} of its compiled extension, which the CPU host does "
-            "not have: run in float32 or bfloat16, without fp8, fused attention and overlap of "
-            "communication, or on a GPU."
-        )
+def _function(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if name not in _FUNCTIONS:
+            raise RuntimeError(
+                f"Transformer Engine called {name} of its compiled extension, which the CPU host "
+                "does not have: run in float32 or bfloat16, without fp8, fused attention and "
+                "overlap of communication, or on a GPU."
+            )
+        return _FUNCTIONS[name](*args, **kwargs)
 
-    return refuse
+    return call
 
 
 def generic_gemm(
@@ -279,6 +287,50 @@ def _norm_backward(
     return rstd[:, None] * (inner - normed * along), grad_weight
 
 
+def multi_tensor_l2norm(
+    chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norm over all tensors [1], and those of each if asked for."""
+    norms = torch.stack(torch._foreach_norm(list(lists[0]))).float()
+    return norms.norm().reshape(1), norms if per_tensor else norms.new_empty(0)
+
+
+def multi_tensor_scale(
+    chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: float | Tensor
+) -> None:
+    """Sources times a number into targets."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source * scale)
+
+
+def multi_tensor_adam(
+    chunk: int,
+    overflow: Tensor,
+    lists: Sequence[Sequence[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    decoupled: int,
+    corrected: int,
+    weight_decay: float,
+) -> None:
+    """A step of Adam: gradients, parameters, first and second moments, all updated in place."""
+    correction1 = 1 - beta1**step if corrected else 1.0
+    correction2 = 1 - beta2**step if corrected else 1.0
+    for gradient, parameter, first, second in zip(*lists, strict=True):
+        slope = gradient.float()
+        if not decoupled:
+            slope = slope + weight_decay * parameter
+        first.lerp_(slope, 1 - beta1)
+        second.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+        update = first / correction1 / ((second / correction2).sqrt() + eps)
+        if decoupled:
+            update = update + weight_decay * parameter
+        parameter.sub_(lr * update)
+
+
 def _into(out: Tensor | None, value: Tensor) -> Tensor:
     return value if out is None else out.copy_(value)
 
@@ -293,10 +345,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
             layernorm_bwd,
             rmsnorm_fwd,
             rmsnorm_bwd,
+            multi_tensor_l2norm,
+            multi_tensor_scale,
+            multi_tensor_adam,
         )
     },
+    "multi_tensor_scale_tensor": multi_tensor_scale,
     "get_cudnn_version": lambda: 91200,
     "get_fused_attn_backend": lambda record: (0, "it is not compiled"),  # No_Backend comes first
     "get_num_cublas_streams": lambda: 1,
     "get_stream_priority_range": lambda *args: (0, 0),
 }
+"""What there is in place of compiled functions, by name."""

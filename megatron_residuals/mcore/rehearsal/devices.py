@@ -21,18 +21,16 @@ from torch import Tensor
 
 from megatron_residuals.function_modes import ThroughBackward
 from megatron_residuals.kernels.common import dispatch
+from megatron_residuals.mcore.rehearsal import te_kernels
 
 STAND_IN = """\
 Transformer Engine's layers run on GPUs only: they are stood in for by the host's local ones with \
 flash attention"""
-# Kernels of others that the stand-ins do without; what they keep is the same.
-FUSIONS = (
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-)
+OWN_CLASSES = """\
+Transformer Engine's own classes run; in place of its compiled functions is what these allocate"""
+# Kernels of others that a rehearsal does without; what they keep is the same.
+FUSIONS = ("moe_permute_fusion", "moe_router_fusion")
+FUSIONS_OF_STAND_INS = ("apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm")
 NO_TRITON = "Triton is not installed here: the residual path is rehearsed as plain PyTorch runs it"
 
 
@@ -147,21 +145,30 @@ def as_on_gpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_transformer_engine(args: argparse.Namespace) -> Iterator[None]:
-    """Local layers with flash attention stand in for those of Transformer Engine.
+def transformer_engine(args: argparse.Namespace) -> Iterator[None]:
+    """Its own classes without its compiled code, or stand-ins where they are not installed.
 
     Raises:
-        ValueError: the launch quantizes, which only its own layers do.
+        ValueError: the launch quantizes, which only compiled code does.
     """
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
     if args.fp8 or getattr(args, "fp4", None):
         raise ValueError(
-            "fp8 and fp4 are done by layers of Transformer Engine, which is not installed here; "
-            "install transformer-engine, or rehearse without them"
+            "fp8 and fp4 are done by compiled code of Transformer Engine, which a rehearsal does "
+            "without; rehearse in bfloat16"
         )
-    args.transformer_impl = "local"
     for fusion in FUSIONS:
+        setattr(args, fusion, False)
+    with te_kernels.in_place_of_compiled_code() if te_kernels.are_here() else _stand_ins(args):
+        yield
+
+
+@contextlib.contextmanager
+def _stand_ins(args: argparse.Namespace) -> Iterator[None]:
+    """Local layers with flash attention."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    args.transformer_impl = "local"
+    for fusion in FUSIONS_OF_STAND_INS:
         setattr(args, fusion, False)
     args.no_persist_layer_norm = True
     with mock.patch.multiple(DotProductAttention, __init__=_build, forward=_attend):

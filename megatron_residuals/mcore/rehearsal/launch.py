@@ -17,7 +17,8 @@ from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import MECHANISM_FLAG
 from megatron_residuals.kernels.common.dispatch import triton_fault
 from megatron_residuals.mcore.compat import host_version
-from megatron_residuals.mcore.rehearsal.devices import NO_TRITON, STAND_IN
+from megatron_residuals.mcore.rehearsal import te_kernels
+from megatron_residuals.mcore.rehearsal.devices import NO_TRITON, OWN_CLASSES, STAND_IN
 from megatron_residuals.mcore.rehearsal.one_rank import RehearsalError, Rehearsed, rehearse
 from megatron_residuals.mcore.rehearsal.ranks import RankKind, pipeline_rank, ranks_to_rehearse
 from megatron_residuals.mcore.rehearsal.report import Rehearsal
@@ -164,7 +165,7 @@ class Launch:
     def _notes(self) -> list[str]:
         notes = [] if self.on_gpu else list(self.reading.notes)
         if self.on_gpu and self.reading.args.transformer_impl == "transformer_engine":
-            notes.append(STAND_IN)
+            notes.append(OWN_CLASSES if te_kernels.are_here() else STAND_IN)
         if self.on_gpu and triton_fault() is not None:
             notes.append(NO_TRITON)
         if self.on_gpu and set("MG") & set(getattr(self.reading.args, PATTERN, None) or ""):

@@ -99,7 +99,7 @@ def _settle(args: argparse.Namespace, stack: contextlib.ExitStack, *, on_gpu: bo
     """What of a launch a rehearsal does without: checkpoints, and layers that are not here."""
     args.load = args.pretrained_checkpoint = args.save = None
     if on_gpu and args.transformer_impl == "transformer_engine":
-        stack.enter_context(devices.without_transformer_engine(args))
+        stack.enter_context(devices.transformer_engine(args))
 
 
 def _mock_data(provider: object) -> tuple[Any, None, None]:
