@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron_residuals.cli import main  # noqa: E402
 from megatron_residuals.config import ResidualConfig  # noqa: E402
 from megatron_residuals.interchange import open_checkpoint  # noqa: E402
+from megatron_residuals.interchange.huggingface.architecture import model_config  # noqa: E402
 from megatron_residuals.interchange.huggingface.folder import exported_module  # noqa: E402
 from megatron_residuals.mcore.install import install  # noqa: E402
 from megatron_residuals.mcore.spec import replace_residual  # noqa: E402
@@ -105,7 +106,7 @@ def arguments(toy: ToyGPT, config: Any, more: Mapping[str, Any]) -> argparse.Nam
         group_query_attention=config.num_query_groups != toy.num_heads,
         kv_channels=config.kv_channels,
         normalization=toy.normalization,
-        norm_epsilon=config.layernorm_epsilon,
+        layernorm_epsilon=config.layernorm_epsilon,
         position_embedding_type=toy.positions,
         rotary_base=10000,
         rotary_percent=1.0,
@@ -348,6 +349,15 @@ def test_what_the_exported_model_cannot_express_is_named_and_nothing_is_written(
     assert export(path, target) == 2
     assert "arguments of its run" in capsys.readouterr().err
     assert not target.exists()
+
+
+def test_the_eps_of_norms_is_found_under_the_name_of_every_release() -> None:
+    # Only the older name was known, and no checkpoint trained with 0.19 could be exported.
+    sizes = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 1}
+    for name in ("layernorm_epsilon", "norm_epsilon"):
+        assert model_config({**sizes, name: 3e-6}, 8, "it")["norm_eps"] == 3e-6
+    with pytest.raises(ValueError, match="no layernorm_epsilon or norm_epsilon"):
+        model_config(sizes, 8, "it")
 
 
 def test_a_mechanism_that_derives_from_another_is_not_exported_as_that() -> None:
