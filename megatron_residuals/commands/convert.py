@@ -40,6 +40,8 @@ examples:
   a plain model, with the residual's parameters from such a file
     megatron-residuals convert checkpoints/dense checkpoints/mhc --import-from mhc.safetensors \\
         --residual mhc --residual-mhc-convention dsv4
+  an exported model, trained on elsewhere, back into the format of the run
+    megatron-residuals convert checkpoints/mhc checkpoints/back --import-from model_mhc
 """
 DESCRIPTION = """\
 Add the parameters of a residual to the checkpoint of a plain model, so that it computes what the
@@ -73,7 +75,8 @@ def register(commands: Subparsers) -> None:
         type=Path,
         metavar="FILE",
         help="take the residual's parameters from a safetensors file, or a folder of them, with "
-        "public names, instead of their initial values",
+        "public names, instead of their initial values; or all parameters from a folder that "
+        "megatron-residuals export wrote, INPUT being a checkpoint of the same model",
     )
     add("--dry-run", action="store_true", help="print what would be done, and write nothing")
     add("--num-layers", type=int, metavar="L", help="where the keys do not tell")
@@ -128,6 +131,7 @@ def host_is_quiet() -> Iterator[None]:
 
 def _convert(args: argparse.Namespace) -> Iterator[str]:
     from megatron_residuals.interchange import ModelShape, open_checkpoint
+    from megatron_residuals.interchange.huggingface.folder import is_exported
     from megatron_residuals.interchange.pickles import Trust
 
     if not args.dry_run:
@@ -142,7 +146,10 @@ def _convert(args: argparse.Namespace) -> Iterator[str]:
         f"input     {source.path / source.inside}: {source.checkpoint.kind}, "
         f"{shape.num_layers} layers, hidden size {shape.hidden_size}, {len(shapes)} tensors"
     )
-    yield from (_export if args.export else _extend)(args, source, shape)
+    if args.import_from is not None and is_exported(args.import_from):
+        yield from _bring_back(args, source)
+    else:
+        yield from (_export if args.export else _extend)(args, source, shape)
 
 
 def host_classes() -> Sequence[Callable[..., object]]:
@@ -198,6 +205,18 @@ def _extend(args: argparse.Namespace, source: Stored, shape: ModelShape) -> Iter
     if not args.dry_run:
         record = settings_of(config, shape.num_layers)
         source.write_with(args.output, added, record, _run_arguments(args))
+    yield from _end(args, source)
+
+
+def _bring_back(args: argparse.Namespace, source: Stored) -> Iterator[str]:
+    """An exported model into a checkpoint of the same kind."""
+    from megatron_residuals.commands.export import bring_back
+
+    yield from bring_back(args, source)
+    yield from _end(args, source)
+
+
+def _end(args: argparse.Namespace, source: Stored) -> Iterator[str]:
     left_out = source.checkpoint.left_out()
     yield from [f"left out  {left_out}"] if left_out else []
     yield _written(args)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_residuals.commands.arguments import Subparsers
 from megatron_residuals.commands.convert import (
@@ -17,7 +18,13 @@ from megatron_residuals.commands.convert import (
 )
 from megatron_residuals.config import ResidualConfig
 from megatron_residuals.flags import add_residual_arguments
-from megatron_residuals.text import first_few
+from megatron_residuals.settings import settings_of
+from megatron_residuals.text import first_few, raise_faults
+
+if TYPE_CHECKING:
+    from megatron_residuals.interchange import ModelShape
+    from megatron_residuals.interchange.huggingface.tensors import Part
+    from megatron_residuals.interchange.stored import Stored
 
 DESCRIPTION = """\
 Write the model of a checkpoint as a folder for transformers: AutoModelForCausalLM.from_pretrained(
@@ -58,22 +65,27 @@ def run_export(args: argparse.Namespace) -> int:
     return print_lines(_export(args))
 
 
-def _export(args: argparse.Namespace) -> Iterator[str]:
-    from megatron_residuals.interchange import ModelShape, is_residual_key, open_checkpoint
-    from megatron_residuals.interchange.huggingface import folder
+class Form(NamedTuple):
+    """What the model of a checkpoint is outside.
+
+    Attributes:
+        config: of ``ResidualGPTConfig``, the settings of the residual among it.
+        parts: the tensors of the checkpoint, and their names outside.
+    """
+
+    shape: ModelShape
+    residual: ResidualConfig
+    config: dict[str, Any]
+    parts: list[Part]
+
+
+def _form_of(args: argparse.Namespace, source: Stored) -> Form:
+    from megatron_residuals.interchange import ModelShape, is_residual_key
     from megatron_residuals.interchange.huggingface.architecture import model_config
     from megatron_residuals.interchange.huggingface.tensors import parts_of
     from megatron_residuals.interchange.initial import initial_parameters, shaped_for
     from megatron_residuals.interchange.names import shape_faults
-    from megatron_residuals.interchange.pickles import Trust
-    from megatron_residuals.settings import settings_of
-    from megatron_residuals.text import raise_faults
 
-    if args.shard_gib <= 0:
-        raise ValueError(f"--shard-gib is {args.shard_gib}; it must be above 0")
-    folder.refuse_foreign(args.output, args.force)
-    source = open_checkpoint(args.input, Trust(args.trust_input, host_classes))
-    source.refuse_inside(args.output)
     checkpoint = source.checkpoint
     arguments = checkpoint.arguments()
     if arguments is None:
@@ -83,32 +95,60 @@ def _export(args: argparse.Namespace) -> Iterator[str]:
         )
     shapes = checkpoint.shapes
     shape = ModelShape.of(shapes, source=args.input)
-    residual = {key: size for key, size in shapes.items() if is_residual_key(key)}
-    config = ResidualConfig("residual")
-    if residual or checkpoint.settings() is not None or args.residual is not None:
-        config = config_of(args, source, shape)
-    initial = initial_parameters(config, shape.num_layers, shape.hidden_size)
+    found = {key: size for key, size in shapes.items() if is_residual_key(key)}
+    residual = ResidualConfig("residual")
+    if found or checkpoint.settings() is not None or args.residual is not None:
+        residual = config_of(args, source, shape)
+    initial = initial_parameters(residual, shape.num_layers, shape.hidden_size)
     wanted = {key: tensor.shape for key, tensor in shaped_for(initial, shape).items()}
-    raise_faults(str(args.input), shape_faults(residual, wanted))
-    module = folder.exported_module(config)
+    raise_faults(str(args.input), shape_faults(found, wanted))
     rows = shapes[f"{shape.prefix}embedding.word_embeddings.weight"][0]
-    public = model_config(arguments, rows, args.input)
-    public["residual"] = settings_of(config, shape.num_layers)
-    parts = parts_of(shapes, shape, public, args.input)
+    config = model_config(arguments, rows, args.input)
+    config["residual"] = settings_of(residual, shape.num_layers)
+    return Form(shape, residual, config, parts_of(shapes, shape, config, args.input))
+
+
+def _export(args: argparse.Namespace) -> Iterator[str]:
+    from megatron_residuals.interchange import open_checkpoint
+    from megatron_residuals.interchange.huggingface import folder
+    from megatron_residuals.interchange.pickles import Trust
+
+    if args.shard_gib <= 0:
+        raise ValueError(f"--shard-gib is {args.shard_gib}; it must be above 0")
+    folder.refuse_foreign(args.output, args.force)
+    source = open_checkpoint(args.input, Trust(args.trust_input, host_classes))
+    source.refuse_inside(args.output)
+    checkpoint, form = source.checkpoint, _form_of(args, source)
     shards = folder.write_folder(
         args.output,
         checkpoint,
-        parts,
-        public,
-        module,
+        form.parts,
+        form.config,
+        folder.exported_module(form.residual),
         tokenizer=args.tokenizer,
         shard_bytes=int(args.shard_gib * 2**30),
     )
-    yield f"input     {source.path / source.inside}: {checkpoint.kind}, {shape.num_layers} layers"
-    yield f"residual  {config}"
+    layers = form.shape.num_layers
+    yield f"input     {source.path / source.inside}: {checkpoint.kind}, {layers} layers"
+    yield f"residual  {form.residual}"
     if args.verify:
-        wrong = list(folder.differing(args.output, checkpoint, parts, public))
+        wrong = list(folder.differing(args.output, checkpoint, form.parts, form.config))
         if wrong:
             raise ValueError(f"{args.output} differs from {args.input}: {first_few(wrong)}")
-        yield f"verified  {sum(len(part.names) for part in parts)} tensors, bit for bit"
+        yield f"verified  {sum(len(part.names) for part in form.parts)} tensors, bit for bit"
     yield f"output    {args.output}: {shards} file{'s' * (shards != 1)} of tensors"
+
+
+def bring_back(args: argparse.Namespace, source: Stored) -> Iterator[str]:
+    """``convert --import-from FOLDER``: a checkpoint with all tensors of an exported model."""
+    from megatron_residuals.interchange.huggingface import back
+    from megatron_residuals.interchange.stored import not_finite
+
+    form = _form_of(args, source)
+    back.refuse_other(args.import_from, form.parts, form.config)
+    tensors = back.read_back(args.import_from, form.parts, form.config)
+    yield f"residual  {form.residual}"
+    yield f"replaced  {len(tensors)} tensors, all of the model"
+    yield from (f"warning   NaN or infinite: {name}" for name in not_finite(tensors.items()))
+    if not args.dry_run:
+        source.write_with(args.output, tensors, form.config["residual"], {})

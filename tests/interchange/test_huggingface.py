@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_residuals import testing
@@ -30,6 +32,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 
 from megatron_residuals.cli import main  # noqa: E402
 from megatron_residuals.config import ResidualConfig  # noqa: E402
+from megatron_residuals.interchange import open_checkpoint  # noqa: E402
+from megatron_residuals.interchange.huggingface.architecture import model_config  # noqa: E402
 from megatron_residuals.interchange.huggingface.folder import exported_module  # noqa: E402
 from megatron_residuals.mcore.install import install  # noqa: E402
 from megatron_residuals.mcore.spec import replace_residual  # noqa: E402
@@ -38,6 +42,7 @@ from megatron_residuals.mechanisms.sources.module import DepthAttention  # noqa:
 from megatron_residuals.testing.ranks import run_ranks  # noqa: E402
 from megatron_residuals.testing.residual_toy import toy_spec  # noqa: E402
 from megatron_residuals.testing.toy_gpt import ToyGPT, build_chunks, setup_parallel  # noqa: E402
+from tests.interchange.cases import assert_same  # noqa: E402
 
 TOKENS = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(7))
 LLAMA = {"normalization": "RMSNorm", "bias": False}
@@ -101,7 +106,7 @@ def arguments(toy: ToyGPT, config: Any, more: Mapping[str, Any]) -> argparse.Nam
         group_query_attention=config.num_query_groups != toy.num_heads,
         kv_channels=config.kv_channels,
         normalization=toy.normalization,
-        norm_epsilon=config.layernorm_epsilon,
+        layernorm_epsilon=config.layernorm_epsilon,
         position_embedding_type=toy.positions,
         rotary_base=10000,
         rotary_percent=1.0,
@@ -177,6 +182,10 @@ def export(*words: object) -> int:
     return main(["export", "--to", "hf", *map(str, words)])
 
 
+def convert(*words: object) -> None:
+    assert main(["convert", *map(str, words)]) == 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_model_computes_what_megatron_does(
     name: str, models: tuple[Path, dict[str, Tensor]], tmp_path: Path
@@ -223,6 +232,69 @@ def test_a_checkpoint_of_any_layout_is_exported_as_the_same_folder(tmp_path: Pat
     one, many = (sorted((tmp_path / f"{name}_folder").glob("*")) for name in layouts)
     assert [path.name for path in one] == [path.name for path in many] and len(one) > 3
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, many, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mhc", "dsv4", "block"])
+def test_an_exported_model_comes_back_into_a_checkpoint_bit_for_bit(
+    name: str, models: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "exported", tmp_path / "other"
+    assert export(models[0] / name, folder, "--shard-gib", 2e-5) == 0
+    shutil.copytree(folder, tmp_path / "negative")
+    for path in (tmp_path / "negative").glob("*.safetensors"):
+        save_file({k: -v for k, v in load_file(path).items()}, path, metadata={"format": "pt"})
+    convert(models[0] / name, other, "--import-from", tmp_path / "negative")
+    convert(other, tmp_path / "back", "--import-from", folder)
+    found = {p: open_checkpoint(p).checkpoint for p in (models[0] / name, other, tmp_path / "back")}
+    expected, negative, back = (c.read(bool) for c in found.values())
+    assert_same(back, expected)
+    assert_same(negative, {key: -tensor for key, tensor in expected.items()})
+    assert len({str(c.settings()) for c in found.values()}) == 1
+    assert found[tmp_path / "back"].settings() is not None
+
+
+def test_a_folder_of_another_model_is_named_and_nothing_is_written(
+    models: tuple[Path, dict[str, Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert export(models[0] / "hc", tmp_path / "hc") == 0
+    words = [models[0] / "mhc", tmp_path / "back", "--import-from", tmp_path / "hc"]
+    assert main(["convert", *map(str, words)]) == 2
+    told = capsys.readouterr().err
+    assert "hidden_act is 'gelu'; the checkpoint's is 'silu'" in told and "residual is" in told
+    words[0] = models[0] / "hc"
+    (shard,) = (tmp_path / "hc").glob("*.safetensors")
+    tensors = load_file(shard)
+    del tensors["model.layers.1.mlp.up_proj.bias"]
+    save_file(tensors, shard)
+    assert main(["convert", *map(str, words)]) == 2
+    assert "model.layers.1.mlp.up_proj.bias is missing" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_residual_stays_float32_where_an_engine_makes_parameters_anew(
+    models: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    # as vLLM's backend for models of transformers loads: a model without memory, each parameter
+    # replaced by an empty one in the model's dtype, and filled by its name
+    folder = tmp_path / "served"
+    assert export(models[0] / "mhc", folder) == 0
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config, trust_remote_code=True)
+    assert model.is_backend_compatible()
+    for module in model.modules():
+        for name, held in list(module.named_parameters(recurse=False)):
+            empty = torch.empty_like(held, dtype=torch.bfloat16, device="cpu")
+            setattr(module, name, torch.nn.Parameter(empty))
+    (shard,) = folder.glob("*.safetensors")
+    stored = load_file(shard)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(stored[f"model.{name}"])
+        exact = "residual" in name
+        assert parameter.dtype == (torch.float32 if exact else torch.bfloat16), name
+        assert not exact or torch.equal(parameter, stored[f"model.{name}"]), name
 
 
 def test_an_exported_model_loads_where_this_package_is_not(
@@ -277,6 +349,15 @@ def test_what_the_exported_model_cannot_express_is_named_and_nothing_is_written(
     assert export(path, target) == 2
     assert "arguments of its run" in capsys.readouterr().err
     assert not target.exists()
+
+
+def test_the_eps_of_norms_is_found_under_the_name_of_every_release() -> None:
+    # Only the older name was known, and no checkpoint trained with 0.19 could be exported.
+    sizes = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 1}
+    for name in ("layernorm_epsilon", "norm_epsilon"):
+        assert model_config({**sizes, name: 3e-6}, 8, "it")["norm_eps"] == 3e-6
+    with pytest.raises(ValueError, match="no layernorm_epsilon or norm_epsilon"):
+        model_config(sizes, 8, "it")
 
 
 def test_a_mechanism_that_derives_from_another_is_not_exported_as_that() -> None:

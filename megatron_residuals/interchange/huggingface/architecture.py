@@ -40,7 +40,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm", "LayerNorm"),
     "position_embedding_type": ("rope", "learned_absolute"),
 }
-NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "norm_epsilon")
+NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+NORM_EPS = ("layernorm_epsilon", "norm_epsilon")  # of releases from 0.19 on, and of earlier ones
 
 
 def model_config(args: Arguments, vocab_size: int, source: object) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def model_config(args: Arguments, vocab_size: int, source: object) -> dict[str, 
         "hidden_act": _activation(args),
         "gated": bool(args.get("swiglu")),
         "norm": args.get("normalization", "LayerNorm"),
-        "norm_eps": args["norm_epsilon"],
+        "norm_eps": _norm_eps(args),
         "qk_norm": bool(args.get("qk_layernorm")),
         "attention_bias": bias or bool(args.get("add_qkv_bias")),
         "bias": bias,
@@ -80,12 +81,18 @@ def model_config(args: Arguments, vocab_size: int, source: object) -> dict[str, 
 
 def _faults(args: Arguments) -> list[str]:
     faults = [f"its arguments have no {name}." for name in NEEDED if args.get(name) is None]
+    if _norm_eps(args) is None:
+        faults.append(f"its arguments have no {' or '.join(NORM_EPS)}.")
     for table, word in ((OFF, "the exported model has none but"), (CHOICES, "allowed:")):
         for name, allowed in table.items():
             if name in args and args[name] is not None and args[name] not in allowed:
                 known = ", ".join(str(value) for value in allowed if value is not None) or "none"
                 faults.append(f"{name} is {args[name]!r}; {word} {known}.")
     return faults
+
+
+def _norm_eps(args: Arguments) -> float | None:
+    return next((args[name] for name in NORM_EPS if args.get(name) is not None), None)
 
 
 def _activation(args: Arguments) -> str:

@@ -28,7 +28,7 @@ from megatron_residuals.interchange.stored import Checkpoint
 
 MODELING = "modeling_residual_gpt"
 MODEL_TYPE = "residual_gpt"
-INDEX = "model.safetensors.index.json"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model")
 CLASSES = {
     "AutoConfig": "ResidualGPTConfig",
@@ -67,12 +67,24 @@ def refuse_foreign(folder: Path, force: bool) -> None:
     """
     if not folder.exists():
         return
-    config = folder / "config.json"
-    found = json_object(read_text(config), config) if config.is_file() else {}
-    if found.get("model_type") != MODEL_TYPE:
+    if not is_exported(folder):
         raise ValueError(f"{folder} exists and is no exported model; give another path")
     if not force:
         raise ValueError(f"{folder} exists; give another path, or --force to replace it")
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether a folder is an exported model."""
+    return (folder / CONFIG).is_file() and read_config(folder).get("model_type") == MODEL_TYPE
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration in a folder.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    return json_object(read_text(folder / CONFIG), folder / CONFIG)
 
 
 def write_folder(
@@ -111,7 +123,7 @@ def write_folder(
             "dtype": str(dtype).removeprefix("torch."),
             **config,
         }
-        (beside / "config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
+        (beside / CONFIG).write_text(json.dumps(whole, indent=2), encoding="utf-8")
     return shards
 
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_residuals.interchange.names import ModelShape
@@ -143,3 +144,13 @@ def split(part: Part, tensor: Tensor, config: Config) -> dict[str, Tensor]:
     else:
         pieces = tensor.chunk(len(part.names))
     return dict(zip(part.names, pieces, strict=True))
+
+
+def join(part: Part, pieces: Mapping[str, Tensor], config: Config) -> Tensor:
+    """Inverse of ``split``."""
+    found = [pieces[name] for name in part.names]
+    if len(found) == 3:
+        groups, rows = _heads(part, config)
+        parts = zip(found, rows, strict=True)
+        return torch.cat([t.unflatten(0, (groups, n)) for t, n in parts], dim=1).flatten(0, 1)
+    return torch.cat(found)
