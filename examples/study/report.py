@@ -93,9 +93,10 @@ def answer(rows: list[Row]) -> str:
 def sentence(row: Row) -> str:
     """What the table says of one arm."""
     difference = Interval.of(list(row.difference.values()))
+    seeds = f"{len(row.difference)} {'seed' if len(row.difference) == 1 else 'seeds'}"
     return (
         f"{row.title}: {row.answer}, {interval(difference, '+')} nats per byte against the plain "
-        f"residual over {len(row.difference)} seeds, at {row.cost:.2f} of its CPU time."
+        f"residual over {seeds}, at {row.cost:.2f} of its CPU time."
     )
 
 
