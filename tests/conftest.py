@@ -65,6 +65,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.scripts import Scripts
 
         config.stash[SCRIPTS] = Scripts()
+    import torch
+
+    # The first backward of a process settles whether its forks can run one. Where a test on fake
+    # tensors came first, none behind it could.
+    torch.zeros(1, requires_grad=True).sum().backward()
 
 
 @pytest.fixture(scope="session")
